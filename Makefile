@@ -1,0 +1,48 @@
+# make demo   what the ops do, on this machine
+# make test   lint and tests
+# both set up .venv on their first run; PYTHON=python3.12 picks another interpreter
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test lint pytest format clean
+
+demo: $(READY)
+	$(BIN)/kernelwright demo
+
+test: lint pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and alone: a resolver that may still choose takes the newest cuda build,
+# gigabytes of it. without an nvidia driver the cpu build does; the cuda build pins its own
+# triton and cuda wheels, so those constraints are left out beside it
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kernelwright needs Python 3.10 or newer")'
+	$(PYTHON) -m venv .venv
+ifeq ($(shell command -v nvidia-smi),)
+	cp constraints.txt .venv/constraints.txt
+	$(BIN)/pip install -q -c .venv/constraints.txt "torch==$(TORCH)+cpu" \
+	|| $(BIN)/pip install -q -c .venv/constraints.txt --extra-index-url $(CPU_WHEELS) torch
+else
+	grep -Ev '^(triton|cuda-|nvidia-)' constraints.txt > .venv/constraints.txt
+	$(BIN)/pip install -q -c .venv/constraints.txt torch
+endif
+	$(BIN)/pip install -q -c .venv/constraints.txt -e '.[cuda,models,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

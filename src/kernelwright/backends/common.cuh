@@ -1,0 +1,109 @@
+// What a new kernel starts from: types, vector access, rounding policies, reductions, row addresses.
+// No torch headers: the same files compile under NVRTC and in an ahead-of-time extension.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace kernelwright {
+
+using bfloat16 = __nv_bfloat16;
+using i64 = long long;
+
+__device__ __forceinline__ float widen(float v) { return v; }
+__device__ __forceinline__ float widen(half v) { return __half2float(v); }
+__device__ __forceinline__ float widen(bfloat16 v) { return __bfloat162float(v); }
+
+template <class T> __device__ __forceinline__ T narrow(float v);
+template <> __device__ __forceinline__ float narrow<float>(float v) { return v; }
+template <> __device__ __forceinline__ half narrow<half>(float v) { return __float2half_rn(v); }
+template <> __device__ __forceinline__ bfloat16 narrow<bfloat16>(float v) { return __float2bfloat16_rn(v); }
+
+template <class A, class B> constexpr bool same = false;
+template <class A> constexpr bool same<A, A> = true;
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+// V neighbouring elements, moved in pieces of at most 16 bytes, and of at most A elements where
+// that is all their alignment allows
+template <class T, int V, int A = V> struct Vec {
+  static constexpr int PIECE = smaller(A, smaller(V, 16 / sizeof(T)));
+  struct alignas(PIECE * sizeof(T)) Piece { T v[PIECE]; };
+  Piece piece[V / PIECE];
+
+  __device__ __forceinline__ void load(const T* p) {
+#pragma unroll
+    for (int i = 0; i < V / PIECE; i++) piece[i] = reinterpret_cast<const Piece*>(p)[i];
+  }
+  __device__ __forceinline__ void store(T* p) const {
+#pragma unroll
+    for (int i = 0; i < V / PIECE; i++) reinterpret_cast<Piece*>(p)[i] = piece[i];
+  }
+  __device__ __forceinline__ float get(int i) const { return widen(piece[i / PIECE].v[i % PIECE]); }
+  __device__ __forceinline__ void set(int i, float f) { piece[i / PIECE].v[i % PIECE] = narrow<T>(f); }
+};
+
+// How to round. Once: float32 throughout, one rounding at the store, multiply-add may contract.
+struct Once {
+  static __device__ __forceinline__ float keep(float v) { return v; }
+  static __device__ __forceinline__ float mul(float a, float b) { return a * b; }
+  static __device__ __forceinline__ float add(float a, float b) { return a + b; }
+};
+
+// Each<C>: to C after every step, as an eager chain of C tensors does. Each<float> only forbids
+// contraction: what eager does to float32 tensors.
+template <class C> struct Each {
+  static __device__ __forceinline__ float keep(float v) { return widen(narrow<C>(v)); }
+  static __device__ __forceinline__ float mul(float a, float b) { return keep(__fmul_rn(a, b)); }
+  static __device__ __forceinline__ float add(float a, float b) { return keep(__fadd_rn(a, b)); }
+};
+
+// Sum over the THREADS neighbouring threads of a row, the same value in each. The tree pairs
+// threads 16, 8, 4, 2, 1 apart inside a warp; addition commutes, so every lane ends on the bits
+// that a shuffle-down would leave in lane 0. `shared` has one float for each warp of the block.
+template <int THREADS> __device__ __forceinline__ float row_sum(float v, float* shared) {
+#pragma unroll
+  for (int o = smaller(THREADS, 32) / 2; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+  if constexpr (THREADS > 32) {
+    constexpr int WARPS = THREADS / 32;
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) shared[warp] = v;
+    __syncthreads();
+    const float* row = shared + warp / WARPS * WARPS;
+    v = row[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) v += row[w];
+  }
+  return v;
+}
+
+// Rows lie on up to three dimensions; an operand has a stride for each, zero where it is broadcast.
+struct Place { i64 outer, middle, inner; };
+struct Rows { unsigned count, middle, inner; };
+
+template <int DIMS> struct RowIndex {
+  unsigned outer = 0, middle = 0, inner = 0;
+  __device__ __forceinline__ RowIndex(unsigned row, const Rows& rows) {
+    inner = row;
+    if constexpr (DIMS > 1) { middle = row / rows.inner; inner = row % rows.inner; }
+    if constexpr (DIMS > 2) { outer = middle / rows.middle; middle = middle % rows.middle; }
+  }
+  __device__ __forceinline__ i64 offset(const Place& p) const {
+    i64 o = inner * p.inner;
+    if constexpr (DIMS > 1) o += middle * p.middle;
+    if constexpr (DIMS > 2) o += outer * p.outer;
+    return o;
+  }
+};
+
+// A row of N elements over THREADS threads: thread t holds the vectors t, t + THREADS, ...
+template <int N, int V, int THREADS> struct Spread {
+  static_assert(N % V == 0, "a vector must not cross the end of a row");
+  static constexpr int VECTORS = N / V, K = divide_up(VECTORS, THREADS);
+  static constexpr bool FULL = VECTORS % THREADS == 0;
+  static __device__ __forceinline__ int thread() { return threadIdx.x % THREADS; }
+  static __device__ __forceinline__ int vector(int k) { return thread() + k * THREADS; }
+  static __device__ __forceinline__ bool inside(int k) { return FULL || vector(k) < VECTORS; }
+};
+
+}  // namespace kernelwright

@@ -1,0 +1,209 @@
+"""CUDA C++ kernels: `.cuh` templates compiled by NVRTC, cached on disk, launched by the driver.
+
+No nvcc, no torch headers, nothing to build at install time. A launch names a template of an op's
+`cuda.cuh`; a one-line entry point instantiates it for one dtype, width and policy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import installed
+from .cache import KernelCache
+
+PACKAGE = Path(__file__).resolve().parents[1]
+OPTIONS = ("std=c++17",)
+# names that resolve from outside the namespace too
+TYPES = {torch.float16: "half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
+_building = threading.Lock()
+
+
+def problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, CUDA kernels need a CUDA GPU"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not (installed("cuda") and installed("cuda.core")):
+        return "cuda-core is not installed (pip install 'kernelwright[cuda]')"
+    if not include_paths():
+        return "cuda_bf16.h was not found; install triton or nvidia-cuda-runtime"
+    return None
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """`template(args)` of `source` with `block` threads over `grid`.
+
+    Kernels take one struct: the pointers first, then `scalars` packed by `layout` (struct module
+    letters, native alignment), so a hot launch rewrites only the pointers.
+    """
+
+    source: str
+    template: str
+    arguments: str
+    grid: int
+    block: int
+    pointers: tuple[str, ...]
+    layout: str
+    scalars: tuple[int | float, ...]
+    alignment: int = 16
+    absent: Any = field(default=0, init=False)
+
+    @property
+    def code(self) -> str:
+        """The whole translation unit: the op's header and one entry point."""
+        return (
+            f'#include "{self.source}"\n'
+            f'extern "C" __global__ void __launch_bounds__({self.block})\n'
+            f"entry(const __grid_constant__ {self.arguments} args) {{ {self.template}(args); }}\n"
+        )
+
+    def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]:
+        major, minor = torch.cuda.get_device_capability(device)
+        function = _function(device, compile_cubin(self.code, f"sm_{major}{minor}"))
+        pack = struct.Struct(f"@{len(self.pointers)}P").pack_into
+        template = struct.pack(
+            f"@{len(self.pointers)}P{self.layout}", *[0] * len(self.pointers), *self.scalars
+        )
+        fixed = (function, self.grid, 1, 1, self.block, 1, 1, 0)
+        submit = driver().cuLaunchKernel
+        stream = torch._C._cuda_getCurrentRawStream
+        # buffers are taken and given back, so two threads never fill the same one
+        free: list[tuple[Any, Any]] = []
+
+        def launch(pointers: list[Any]) -> None:
+            try:
+                buffer, extra = free.pop()
+            except IndexError:
+                buffer, extra = _parameters(template)
+            pack(buffer, 0, *pointers)
+            status = submit(*fixed, stream(device), None, extra)
+            if status == INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+                torch.cuda.set_device(device)
+                status = submit(*fixed, stream(device), None, extra)
+            free.append((buffer, extra))
+            if status:
+                check(status, f"launch of {self.template}")
+
+        return launch
+
+
+INVALID_CONTEXT = 201
+
+
+def _parameters(template: bytes) -> tuple[Any, Any]:
+    """A parameter block and the `extra` array by which cuLaunchKernel finds it."""
+    buffer = ctypes.create_string_buffer(template, len(template))
+    size = ctypes.c_size_t(len(template))
+    pointer, length, end = 1, 2, 0
+    extra = (ctypes.c_void_p * 5)(
+        pointer, ctypes.addressof(buffer), length, ctypes.addressof(size), end
+    )
+    extra.kept = size  # type: ignore[attr-defined]
+    return buffer, extra
+
+
+@functools.lru_cache
+def driver() -> Any:
+    """libcuda, called with the interpreter lock held: a launch is shorter than giving it up."""
+    library = ctypes.PyDLL("libcuda.so.1")
+    u, p = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+    library.cuModuleLoadData.argtypes = [p, ctypes.c_char_p]
+    library.cuModuleGetFunction.argtypes = [p, p, ctypes.c_char_p]
+    library.cuGetErrorString.argtypes = [ctypes.c_int, p]
+    return library
+
+
+def check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"kernelwright: {what} failed: {(text.value or b'?').decode()}")
+
+
+@functools.lru_cache(maxsize=None)
+def _function(device: int, cubin: bytes) -> int:
+    """The loaded kernel; modules stay for the life of the process, graphs may hold them."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    torch.cuda.set_device(torch.cuda.current_device())
+    check(driver().cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
+    check(driver().cuModuleGetFunction(ctypes.byref(function), module, b"entry"), "kernel lookup")
+    assert function.value is not None
+    return function.value
+
+
+@functools.lru_cache
+def include_paths() -> tuple[str, ...]:
+    """Where `cuda_bf16.h` lies: the CUDA wheels that torch brings, or Triton's own copy."""
+    found: list[Path] = []
+    for package, places in (("nvidia", ("*/include",)), ("triton", ("backends/nvidia/include",))):
+        if installed(package):
+            import importlib.util
+
+            spec = importlib.util.find_spec(package)
+            for root in (spec.submodule_search_locations or ()) if spec else ():
+                for place in places:
+                    found += [p for p in Path(root).glob(place) if (p / "cuda_bf16.h").is_file()]
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    if (Path(home) / "include/cuda_bf16.h").is_file():
+        found.append(Path(home) / "include")
+    return tuple(str(p) for p in found[:1])
+
+
+def headers() -> dict[str, str]:
+    """Every `.cuh` of the package by its include name."""
+    return {str(p.relative_to(PACKAGE)): p.read_text() for p in sorted(PACKAGE.rglob("*.cuh"))}
+
+
+@functools.lru_cache
+def _fingerprint() -> str:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    sources = "".join(f"{name}\0{text}\0" for name, text in headers().items())
+    return f"{major}.{minor}\0{OPTIONS}\0{sources}"
+
+
+def compile_cubin(code: str, arch: str) -> bytes:
+    """The cubin of a translation unit, from the disk cache or from NVRTC."""
+    cache = KernelCache.default()
+    key = cache.key(_fingerprint(), arch, code)
+    cubin = cache.read(key)
+    if cubin is None:
+        with _building:
+            cubin = cache.read(key)
+            if cubin is None:
+                cubin, _ = build(code, arch)
+                cache.write(key, cubin)
+    return cubin
+
+
+def build(code: str, arch: str, verbose: bool = False) -> tuple[bytes, str]:
+    """Compile now; returns the cubin and, if `verbose`, the assembler's resource report."""
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        arch=arch,
+        std="c++17",
+        include_path=[str(PACKAGE), *include_paths()],
+        ptxas_options=["-v"] if verbose else None,
+    )
+    import io
+
+    log = io.StringIO()
+    try:
+        cubin = Program(code, "c++", options).compile("cubin", logs=log)
+    except Exception as error:
+        raise RuntimeError(f"kernelwright: NVRTC could not compile for {arch}\n{error}") from error
+    return bytes(cubin.code), log.getvalue()

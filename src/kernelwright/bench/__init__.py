@@ -1,0 +1,1 @@
+"""Measurements: timing, exactness against eager, and the result files they are kept in."""

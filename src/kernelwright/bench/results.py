@@ -1,0 +1,61 @@
+"""Result files: one JSON schema, with the environment that every figure needs to be believed."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver, versions, commit and command of this run."""
+    gpu = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda_core": _version("cuda-core"),
+        "python": sys.version.split()[0],
+        "commit": os.environ.get("KERNELWRIGHT_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+    }
+
+
+def write(path: Path, kind: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Keep `rows` of one kind ("ops", "exact", ...) with this environment."""
+    content = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "environment": environment(),
+        **more,
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

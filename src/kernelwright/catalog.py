@@ -1,0 +1,134 @@
+"""What `kernelwright ops` shows: every declared op, read from the registry."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import kernelwright
+
+from .ops import checks
+from .ops.op import Composite, Op, registry
+
+COLUMNS = ("op", "computes", "backends", "exact", "dtypes")
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op as a reader meets it."""
+
+    name: str
+    formula: str
+    signature: str
+    doc: str
+    backends: tuple[str, ...]
+    exact: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    inplace: bool
+    cases: tuple[str, ...]
+    large_cases: tuple[str, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.name,
+            self.formula,
+            ", ".join(self.backends),
+            ", ".join(self.exact) or "–",
+            ", ".join(SHORT[d] for d in self.dtypes),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def entries() -> list[Entry]:
+    """Every op, by name."""
+    return [_entry(op) for op in registry().values()]
+
+
+def entry(name: str) -> Entry:
+    """One op; a KeyError that suggests the nearest names if there is none."""
+    ops = registry()
+    if name not in ops:
+        near = difflib.get_close_matches(name, ops, n=3) or sorted(ops)
+        raise KeyError(f"there is no op {name!r}; did you mean {', '.join(near)}?")
+    return _entry(ops[name])
+
+
+def table(listed: list[Entry]) -> RenderableType:
+    """The ops as a table for the terminal."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for e in listed:
+        name, formula, backends, exact, dtypes = e.cells()
+        facts = Text(f"{backends} · exact: {exact} · {dtypes}", style="dim")
+        grid.add_row(Text(name, style="bold"), Text(formula).append("\n").append_text(facts))
+    return grid
+
+
+def markdown(listed: list[Entry]) -> str:
+    """The same table as README.md holds it."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    for e in listed:
+        name, formula, *rest = (c.replace("|", "\\|") for c in e.cells())
+        lines.append("| " + " | ".join((f"`{name}`", formula, *rest)) + " |")
+    return "\n".join(lines)
+
+
+def page(e: Entry) -> RenderableType:
+    """One op in full: signature, docstring, what is exact, and its cases."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("backends", Text(", ".join(e.backends)))
+    facts.add_row("dtypes", Text(", ".join(e.dtypes)))
+    facts.add_row("exact", Text(_exact_text(e)))
+    facts.add_row("in place", "inplace=True" if e.inplace else "no")
+    facts.add_row("cases", Text(", ".join(e.cases)))
+    facts.add_row("timed on", Text(", ".join(e.large_cases) or "–"))
+    return Group(Text(e.signature, style="bold"), "", Text(e.doc), "", facts)
+
+
+def _exact_text(e: Entry) -> str:
+    if not e.exact:
+        return "none"
+    asks = " or ".join(f'exact="{name}"' for name in e.exact)
+    return f"{asks}: torch.equal to that eager chain (cuda backend; on the CPU the chain itself)"
+
+
+def _entry(op: Op | Composite) -> Entry:
+    function: Callable[..., Any] = getattr(kernelwright, op.name, op.reference)
+    return Entry(
+        name=op.name,
+        formula=op.formula,
+        signature=f"{op.name}{_signature(function)}",
+        doc=inspect.getdoc(function) or "",
+        backends=_backends(op),
+        exact=tuple(op.exact),
+        dtypes=tuple(n for n in map(_name, checks.DTYPES) if n in SHORT),
+        inplace="inplace" in inspect.signature(function).parameters,
+        cases=tuple(c.name for c in op.cases if not c.large),
+        large_cases=tuple(c.name for c in op.cases if c.large),
+    )
+
+
+def _backends(op: Op | Composite) -> tuple[str, ...]:
+    if isinstance(op, Composite):
+        return op.backends
+    return ("torch", *(b for b in ("triton", "cuda") if hasattr(op.kernels, b)))
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """The parameters as one would type them; annotations are in the docstring's words."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,317 @@
+"""What this machine can run: GPU, driver, compilers, cache, and the backend of every op."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from . import backends
+from .backends import cuda
+from .backends.cache import KernelCache
+from .ops.op import Choice, Composite, Op, registry
+
+# the oldest GPUs that torch's own CUDA 13 builds serve
+MIN_CAPABILITY = (7, 5)
+# a GPU counts as idle below these: a bare driver context holds a few MiB
+IDLE_MIB = 32
+IDLE_PERCENT = 5
+_SMI_FIELDS = "uuid,index,name,driver_version,compute_cap,memory.total,memory.used,utilization.gpu"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Memory in MiB; `idle` is None where nvidia-smi cannot tell."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    used: int | None
+    busy_percent: int | None
+    processes: int | None
+
+    @property
+    def idle(self) -> bool | None:
+        if self.used is None or self.busy_percent is None or self.processes is None:
+            return None
+        return self.processes == 0 and self.used <= IDLE_MIB and self.busy_percent <= IDLE_PERCENT
+
+
+@dataclass(frozen=True)
+class OpBackend:
+    """Which backend an op takes on this machine, why, and which one keeps eager's bits."""
+
+    op: str
+    backend: str
+    reason: str
+    exact: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `kernelwright doctor` knows. `problem` is None on a usable machine, else one line
+    that says what to do; `notes` are what could be better."""
+
+    system: str
+    python: str
+    driver: str | None
+    gpus: tuple[Gpu, ...]
+    torch: str
+    torch_cuda: str | None
+    torch_gpus: int
+    triton: str | None
+    cuda_core: str | None
+    nvrtc: str | None
+    headers: str | None
+    cache: str
+    cache_writable: bool
+    ops: tuple[OpBackend, ...]
+    problem: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def usable(self) -> bool:
+        return self.problem is None
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = asdict(self)
+        for shown, gpu in zip(plain["gpus"], self.gpus, strict=True):
+            shown["idle"] = gpu.idle
+        return {"usable": self.usable, **plain}
+
+
+def examine() -> Report:
+    """Look at this machine. Starts no GPU work beyond asking for its name."""
+    driver, gpus, smi_error = _nvidia_smi()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus and count:
+        gpus = tuple(_torch_gpu(i) for i in range(count))
+    cache = KernelCache.default()
+    nvrtc, nvrtc_error = _nvrtc()
+    headers = next(iter(cuda.include_paths()), None)
+    problem = _problem(driver, gpus, count, smi_error)
+    ops = _op_backends(count > 0)
+    notes = []
+    if not count and problem is None:
+        notes.append("no NVIDIA GPU: the CPU reference is in use")
+    if count and nvrtc_error:
+        notes.append(f"the cuda backend and exact modes are off: {nvrtc_error}")
+    if not cache.writable():
+        notes.append(
+            f"{cache.folder} cannot be written, so each process compiles anew: "
+            f"set KERNELWRIGHT_CACHE to a writable folder"
+        )
+    return Report(
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        driver=driver,
+        gpus=gpus,
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        torch_gpus=count,
+        triton=_version("triton"),
+        cuda_core=_version("cuda-core"),
+        nvrtc=nvrtc,
+        headers=headers,
+        cache=str(cache.folder),
+        cache_writable=cache.writable(),
+        ops=ops,
+        problem=problem or _no_kernels(count, ops),
+        notes=tuple(notes),
+    )
+
+
+def page(report: Report) -> RenderableType:
+    """The report for the terminal."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+
+    def fact(name: str, value: str | None) -> None:
+        facts.add_row(name, Text(value) if value else Text("not found", style="yellow"))
+
+    fact("system", f"{report.system}, Python {report.python}")
+    fact("driver", report.driver)
+    for gpu in report.gpus:
+        fact(f"GPU {gpu.index}", _gpu_text(gpu))
+    if not report.gpus:
+        fact("GPU", None)
+    build = f"CUDA {report.torch_cuda}" if report.torch_cuda else "built without CUDA"
+    fact("torch", f"{report.torch} ({build}), sees {report.torch_gpus} of {len(report.gpus)} GPUs")
+    fact("triton", report.triton)
+    fact("cuda-core", report.cuda_core)
+    fact("NVRTC", report.nvrtc)
+    fact("cuda_bf16.h", report.headers)
+    fact("kernel cache", report.cache + ("" if report.cache_writable else " (not writable)"))
+
+    ops = Table("op", "backend", "exact mode", "why", header_style="bold")
+    for o in report.ops:
+        ops.add_row(o.op, o.backend, o.exact or "–", Text(o.reason))
+    parts: list[RenderableType] = [facts, ops]
+    parts += [Text(f"note: {n}", style="yellow") for n in report.notes]
+    if report.problem:
+        parts.append(Text(f"not usable: {report.problem}", style="bold red"))
+    else:
+        parts.append(Text("usable", style="bold green"))
+    return Group(*parts)
+
+
+def _gpu_text(gpu: Gpu) -> str:
+    state = {True: "idle", False: "busy", None: "idle or busy: nvidia-smi cannot tell"}[gpu.idle]
+    used = "" if gpu.used is None else f", {gpu.used} MiB used, {gpu.busy_percent}% busy"
+    major, minor = gpu.capability
+    return f"{gpu.name}, capability {major}.{minor}, {gpu.memory} MiB{used}: {state}"
+
+
+def _problem(
+    driver: str | None, gpus: tuple[Gpu, ...], count: int, smi_error: str | None
+) -> str | None:
+    """One line that says what to do, if a GPU is there and torch cannot use it."""
+    if count:
+        major, minor = torch.cuda.get_device_capability(0)
+        if (major, minor) < MIN_CAPABILITY:
+            return (
+                f"GPU 0 has compute capability {major}.{minor}, kernels need 7.5 or newer: "
+                f"choose another GPU with CUDA_VISIBLE_DEVICES"
+            )
+        return None
+    if not gpus:
+        if smi_error and Path("/dev/nvidia0").exists():
+            return f"the NVIDIA driver does not answer ({smi_error}): reload it or reboot"
+        return None
+    if torch.version.cuda is None:
+        return (
+            "an NVIDIA GPU is present but this torch is built without CUDA: "
+            "pip install --force-reinstall torch, from an index that has the CUDA build"
+        )
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return (
+            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides every GPU: "
+            f"unset it, or name one of 0 to {len(gpus) - 1}"
+        )
+    return (
+        f"torch is built for CUDA {torch.version.cuda} and cannot use driver {driver}: "
+        f"update the driver, or install a torch built for an older CUDA"
+    )
+
+
+def _no_kernels(count: int, ops: tuple[OpBackend, ...]) -> str | None:
+    if count and ops and all(o.backend == "torch" for o in ops):
+        return f"no op has a kernel here ({ops[0].reason}): pip install 'kernelwright[cuda]'"
+    return None
+
+
+def _op_backends(on_gpu: bool) -> tuple[OpBackend, ...]:
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    half = on_gpu and torch.cuda.get_device_capability(0) < (8, 0)
+    dtype = torch.float16 if half else torch.bfloat16
+
+    def chosen(op: Op | Composite) -> OpBackend:
+        choice = choose(op, device, dtype)
+        chain = next(iter(op.exact), None)
+        exact = choose(op, device, dtype, chain).backend if chain else None
+        return OpBackend(op.name, choice.backend, choice.reason, exact)
+
+    return tuple(chosen(op) for op in registry().values())
+
+
+def choose(
+    op: Op | Composite, device: torch.device, dtype: torch.dtype, exact: str | None = None
+) -> Choice:
+    """The backend an op takes for tensors of this device and dtype, and why."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason is in the answer
+        if isinstance(op, Op):
+            return op.choose_for(device, dtype, exact)
+    if device.type != "cuda":
+        return Choice("torch", f"tensors on {device.type}: plain PyTorch")
+    for name in op.backends:
+        if name != "torch" and backends.problem(name, device, dtype) is None:
+            return Choice(name, "the choice of the ops it is made of")
+    return Choice("torch", "made of PyTorch's own kernels")
+
+
+def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...], str | None]:
+    """Driver version, GPUs and, if nvidia-smi is there but fails, its words."""
+    if shutil.which("nvidia-smi") is None:
+        return None, (), None
+    try:
+        listed = _smi(f"--query-gpu={_SMI_FIELDS}")
+        apps = [row[0] for row in _smi("--query-compute-apps=gpu_uuid,pid")]
+    except (subprocess.SubprocessError, OSError) as error:
+        said = (getattr(error, "stdout", None) or str(error)).strip().splitlines()
+        return None, (), said[0] if said else "no answer"
+    gpus = []
+    for uuid, index, name, _, capability, memory, used, busy in listed:
+        major, minor = capability.split(".")
+        gpus.append(
+            Gpu(
+                index=int(index),
+                name=name,
+                capability=(int(major), int(minor)),
+                memory=_number(memory) or 0,
+                used=_number(used),
+                busy_percent=_number(busy),
+                processes=apps.count(uuid),
+            )
+        )
+    return (listed[0][3] if listed else None), tuple(gpus), None
+
+
+def _smi(query: str) -> list[list[str]]:
+    ran = subprocess.run(
+        ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    return [
+        [c.strip() for c in line.split(",")] for line in ran.stdout.splitlines() if line.strip()
+    ]
+
+
+def _number(text: str) -> int | None:
+    """A field of nvidia-smi, which writes [N/A] where it does not know."""
+    return int(text) if text.isdigit() else None
+
+
+def _torch_gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    memory = properties.total_memory >> 20
+    capability = (properties.major, properties.minor)
+    return Gpu(index, properties.name, capability, memory, None, None, None)
+
+
+def _nvrtc() -> tuple[str | None, str | None]:
+    """NVRTC's version, or why it cannot be loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except ImportError:
+        return None, "cuda-core is not installed: pip install 'kernelwright[cuda]'"
+    except RuntimeError as error:  # the library itself was not found
+        return None, f"NVRTC cannot be loaded ({str(error).splitlines()[0]})"
+    if int(status) != 0:
+        return None, f"NVRTC answers with error {int(status)}"
+    return f"{major}.{minor}", None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

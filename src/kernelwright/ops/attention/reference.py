@@ -1,0 +1,41 @@
+"""Attention in plain PyTorch: the truth the kernels are held against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """softmax(query @ key^T * scale + mask) @ value, in fp32 (fp64 for fp64), rounded once.
+
+    query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, Dv] with H a multiple of G. A row whose
+    keys are all masked out gives zeros, as PyTorch's SDPA does.
+    """
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = query.shape[1] // max(key.shape[1], 1)
+    q = query.to(work)
+    k = key.to(work).repeat_interleave(group, dim=1)
+    v = value.to(work).repeat_interleave(group, dim=1)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+
+    scores = q @ k.transpose(-2, -1) * scale
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask.to(work)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+
+    # a softmax over nothing is 0/0; both the values and the gradients of such a row must be zero
+    empty = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return (weights @ v).to(query.dtype)

@@ -1,0 +1,97 @@
+"""Gated linear units on a packed projection: one half activated, times the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..op import Op
+from . import cases, reference
+from .kernel import GluKernel
+
+__all__ = ["geglu", "swiglu"]
+
+
+def geglu(
+    input: Tensor,
+    out: Tensor | None = None,
+    approximate: bool = True,
+    gate: str = "second",
+    *,
+    exact: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """y = first * GELU(second) for input = [first, second], as diffusers' GEGLU has it.
+
+    Args:
+        input: [..., 2 * H].
+        out: [..., H] to write into.
+        approximate: the tanh form of GELU, or with False the erf form (diffusers' own).
+        gate: the half that is activated, "second" or "first".
+        exact: "torch" keeps the bits of F.gelu and the product, each rounded.
+
+    >>> geglu(torch.tensor([[2.0, 1.0]]), approximate=False)
+    tensor([[1.6827]])
+    """
+    return GEGLU(input, approximate, gate, out=out, exact=exact, backend=backend)
+
+
+def swiglu(
+    input: Tensor,
+    out: Tensor | None = None,
+    gate: str = "first",
+    *,
+    exact: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """y = SiLU(first) * second for input = [first, second], as transformers packs gate and up.
+
+    Args:
+        input: [..., 2 * H].
+        out: [..., H] to write into.
+        gate: the half that is activated, "first" or "second".
+        exact: "torch" keeps the bits of F.silu and the product, each rounded.
+
+    >>> swiglu(torch.tensor([[1.0, 2.0]]))
+    tensor([[1.4621]])
+    """
+    return SWIGLU(input, gate, out=out, exact=exact, backend=backend)
+
+
+def _check(op: str, input: Tensor, gate: str) -> None:
+    checks.tensor(op, "input", input)
+    if input.shape[-1] % 2:
+        raise ValueError(f"{op}: input has width {input.shape[-1]}, expected an even one")
+    checks.choice(op, "gate", gate, ("first", "second"))
+
+
+def _allocate(input: Tensor) -> tuple[Tensor, ...]:
+    return (input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),)
+
+
+GEGLU = Op(
+    name="geglu",
+    schema='(Tensor input, bool approximate=True, str gate="second") -> Tensor',
+    formula="first · GELU(second)",
+    check=lambda input, approximate, gate: _check("geglu", input, gate),
+    allocate=lambda input, approximate, gate: _allocate(input),
+    reference=reference.geglu,
+    exact={"torch": reference.eager_geglu},
+    kernels=GluKernel(activation="gelu"),
+    cases=cases.GEGLU,
+    sized=cases.sized_geglu,
+)
+
+SWIGLU = Op(
+    name="swiglu",
+    schema='(Tensor input, str gate="first") -> Tensor',
+    formula="SiLU(first) · second",
+    check=lambda input, gate: _check("swiglu", input, gate),
+    allocate=lambda input, gate: _allocate(input),
+    reference=reference.swiglu,
+    exact={"torch": reference.eager_swiglu},
+    kernels=GluKernel(activation="silu"),
+    cases=cases.SWIGLU,
+    sized=cases.sized_swiglu,
+)

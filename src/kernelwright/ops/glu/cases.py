@@ -1,0 +1,68 @@
+"""Shapes of the gated linear units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..case import Case, Inputs
+
+
+def _glu(*shape: int, scale: float = 2.0, **more: Any) -> Any:
+    def arguments(inputs: Inputs) -> dict[str, Any]:
+        return {"input": inputs.normal(*shape, scale=scale), **more}
+
+    return arguments
+
+
+def _strided(**more: Any) -> Any:
+    def arguments(inputs: Inputs) -> dict[str, Any]:
+        return {"input": inputs.normal(2, 5, 200)[..., 16:144], **more}
+
+    return arguments
+
+
+def _offset(**more: Any) -> Any:
+    def arguments(inputs: Inputs) -> dict[str, Any]:
+        return {"input": inputs.normal(3 * 64 + 3)[3:].view(3, 64), **more}
+
+    return arguments
+
+
+def _all(first: dict[str, Any], other: dict[str, Any]) -> list[Case]:
+    return [
+        Case("rows", _glu(2, 3, 128, **first)),
+        Case("other half", _glu(2, 3, 128, **other)),
+        Case("odd width", _glu(3, 82, **first)),
+        Case("width 2", _glu(3, 2, **first)),
+        Case("large values", _glu(3, 64, scale=60.0, **first)),
+        Case("slice", _strided(**first)),
+        Case("storage offset", _offset(**first)),
+        Case("no rows", _glu(0, 64, **first)),
+    ]
+
+
+_TANH, _ERF = (
+    {"approximate": True, "gate": "second"},
+    {"approximate": False, "gate": "second"},
+)
+GEGLU = [
+    *_all(_TANH, {"approximate": True, "gate": "first"}),
+    Case("erf", _glu(2, 3, 320, **_ERF)),
+    Case("ltx 2x2688x2048", _glu(2, 2688, 4096, **_TANH), True, "ltx"),
+    Case("sdxl 2x4096x2560", _glu(2, 4096, 5120, **_ERF), True, "sdxl"),
+    Case("flux 4608x3072", _glu(4608, 6144, **_TANH), True, "flux"),
+]
+SWIGLU = [
+    *_all({"gate": "first"}, {"gate": "second"}),
+    Case("ltx 2x2688x2048", _glu(2, 2688, 4096, gate="first"), True, "ltx"),
+    Case("flux 4608x3072", _glu(4608, 6144, gate="first"), True, "flux"),
+    Case("llama 4096x14336", _glu(4096, 28672, gate="first"), True, "llama"),
+]
+
+
+def sized_geglu(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
+    return _glu(rows, 2 * width, **_ERF)(inputs)
+
+
+def sized_swiglu(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
+    return _glu(rows, 2 * width, gate="first")(inputs)

@@ -1,0 +1,59 @@
+// Gated linear unit: y = act(a) * b for a row that holds a and b side by side.
+#pragma once
+#include "backends/common.cuh"
+
+namespace kernelwright {
+
+struct GluArgs {
+  const void* x;
+  void* y;
+  Place at_x, at_y;
+  Rows rows;
+};
+
+// x / (1 + exp(-z)); FAST is within two units of float32's last place for the z that matter to a
+// 16-bit result, the other is what PyTorch computes
+template <bool FAST> __device__ __forceinline__ float logistic(float x, float z) {
+  return FAST ? __fdividef(x, 1.f + __expf(-z)) : x / (1.f + expf(-z));
+}
+
+template <bool FAST> struct Silu {
+  static __device__ __forceinline__ float of(float x) { return logistic<FAST>(x, x); }
+};
+
+// 0.5 x (1 + tanh(u)), which is x / (1 + exp(-2u)) without the cancellation
+template <bool FAST> struct GeluTanh {
+  static __device__ __forceinline__ float of(float x) {
+    constexpr float BETA = 1.41421356237309504880 * 1.12837916709551257390 * 0.5, KAPPA = 0.044715;
+    const float cube = x * x * x, u = BETA * (x + KAPPA * cube);
+    if constexpr (FAST) return logistic<FAST>(x, 2.f * u);
+    return 0.5f * x * (1.f + tanhf(u));
+  }
+};
+
+template <bool FAST> struct GeluErf {
+  static __device__ __forceinline__ float of(float x) {
+    constexpr float ALPHA = 0.70710678118654752440;
+    return x * 0.5f * (1.f + erff(x * ALPHA));
+  }
+};
+
+// H: width of a half. FIRST: the first half is the one activated.
+template <class X, int H, int V, int BLOCK, int DIMS, bool FIRST, class Act, class Round>
+__device__ __forceinline__ void glu(const GluArgs& args) {
+  constexpr unsigned VECTORS = H / V;
+  const i64 number = (i64)blockIdx.x * BLOCK + threadIdx.x;
+  const i64 row = number / VECTORS;
+  if (row >= args.rows.count) return;
+  const int c = int(number % VECTORS) * V;
+  const RowIndex<DIMS> at(row, args.rows);
+  const X* x = (const X*)args.x + at.offset(args.at_x) + c;
+  Vec<X, V> a, b, o;
+  a.load(x + (FIRST ? 0 : H));
+  b.load(x + (FIRST ? H : 0));
+#pragma unroll
+  for (int i = 0; i < V; i++) o.set(i, Round::mul(Round::keep(Act::of(a.get(i))), b.get(i)));
+  o.store((X*)args.y + at.offset(args.at_y) + c);
+}
+
+}  // namespace kernelwright

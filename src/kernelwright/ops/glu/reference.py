@@ -1,0 +1,34 @@
+"""Gated linear units in plain PyTorch, and the eager chains their exact modes equal."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..row.reference import widen
+
+
+def halves(input: Tensor, gate: str) -> tuple[Tensor, Tensor]:
+    """(the half to activate, the other)"""
+    first, second = input.chunk(2, dim=-1)
+    return (first, second) if gate == "first" else (second, first)
+
+
+def geglu(input: Tensor, approximate: bool, gate: str) -> Tensor:
+    active, other = halves(widen(input), gate)
+    return (F.gelu(active, approximate="tanh" if approximate else "none") * other).to(input.dtype)
+
+
+def swiglu(input: Tensor, gate: str) -> Tensor:
+    active, other = halves(widen(input), gate)
+    return (F.silu(active) * other).to(input.dtype)
+
+
+def eager_geglu(input: Tensor, approximate: bool, gate: str) -> Tensor:
+    active, other = halves(input, gate)
+    return other * F.gelu(active, approximate="tanh" if approximate else "none")
+
+
+def eager_swiglu(input: Tensor, gate: str) -> Tensor:
+    active, other = halves(input, gate)
+    return F.silu(active) * other

@@ -1,0 +1,148 @@
+"""How an op becomes torch.ops.kernelwright.<name>: schema, fake kernel, gradient.
+
+Eager calls never come here; torch.compile, autograd, tensor subclasses and dispatch modes do.
+The gradient is that of the reference, recomputed in float32: statistics and weight gradients
+accumulate in float32, nothing saved is overwritten, and a call that needs no gradient pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .op import Op
+
+NAMESPACE = "kernelwright"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+# every op also takes the chain to reproduce and the backend, so that a graph keeps both
+_HOW = 'str exact="", str backend="auto"'
+
+
+def argument_names(name: str, schema: str) -> tuple[str, ...]:
+    parsed = torch._C.parse_schema(f"{NAMESPACE}::{name}{schema}")
+    return tuple(a.name for a in parsed.arguments)
+
+
+def register(op: Op) -> Callable[..., Any]:
+    """Define the functional op with its fake kernel and its gradient."""
+    arguments, returns = _split(op.schema)
+    _library.define(f"{op.name}({', '.join((*arguments, _HOW))}) -> {returns}")
+
+    def run(*values: Any) -> Any:
+        *args, exact, backend = values
+        return op.compute(tuple(args), None, exact or None, backend, False)
+
+    def fake(*values: Any) -> Any:
+        *args, exact, backend = values
+        op.validate(tuple(args), None, exact or None, backend)
+        outs = op.allocate(*args)
+        return outs[0] if len(outs) == 1 else outs
+
+    _library.impl(op.name, _with_defaults(op, run), "CompositeExplicitAutograd")
+    qualified = f"{NAMESPACE}::{op.name}"
+    torch.library.register_fake(qualified, _with_defaults(op, fake), lib=_library)
+    _register_gradient(op, qualified, arguments)
+    return getattr(getattr(torch.ops, NAMESPACE), op.name).default
+
+
+def register_inplace(op: Op) -> Callable[..., Any]:
+    """Define `<name>_`, which overwrites the arguments listed in `op.inplace`."""
+    arguments, _ = _split(op.schema)
+    marks = iter("abcdef")
+    marked = [
+        a.replace("Tensor", f"Tensor({next(marks)}!)", 1) if _name(a) in op.inplace else a
+        for a in arguments
+    ]
+    _library.define(f"{op.name}_({', '.join((*marked, _HOW))}) -> ()")
+
+    def run(*values: Any) -> None:
+        *args, exact, backend = values
+        op.compute(tuple(args), None, exact or None, backend, True)
+
+    def fake(*values: Any) -> None:
+        *args, exact, backend = values
+        op.validate(tuple(args), None, exact or None, backend, True)
+
+    _library.impl(f"{op.name}_", _with_defaults(op, run), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"{NAMESPACE}::{op.name}_", _with_defaults(op, fake), lib=_library
+    )
+    return getattr(getattr(torch.ops, NAMESPACE), f"{op.name}_").default
+
+
+def _register_gradient(op: Op, qualified: str, arguments: list[str]) -> None:
+    plain = [a.split("=")[0] for a in arguments]
+    name = f"{op.name}_backward"
+    _library.define(f"{name}(Tensor[] grads, {', '.join(plain)}, bool[] wanted) -> Tensor[]")
+
+    def run(grads: list[Tensor], *values: Any) -> list[Tensor]:
+        *args, wanted = values
+        leaves = [
+            a.detach().requires_grad_() if w else a for a, w in zip(args, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            outs = op.reference(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        sources = [a for a, w in zip(leaves, wanted, strict=True) if w]
+        got = torch.autograd.grad(outs, sources, grads, allow_unused=True)
+        taken = {g.untyped_storage().data_ptr() for g in grads}
+        return [_own(g, s, taken) for g, s in zip(got, sources, strict=True)]
+
+    def fake(grads: list[Tensor], *values: Any) -> list[Tensor]:
+        *args, wanted = values
+        return [torch.empty_like(a) for a, w in zip(args, wanted, strict=True) if w]
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    count = len(arguments)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        args = inputs[:count]
+        ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
+        ctx.values = [None if isinstance(a, Tensor) else (a,) for a in args]
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        args = [next(saved) if v is None else v[0] for v in ctx.values]
+        wanted = [bool(n) for n in ctx.needs_input_grad[:count]]
+        call = getattr(getattr(torch.ops, NAMESPACE), name).default
+        got = iter(call(list(grads), *args, wanted))
+        return (*(next(got) if w else None for w in wanted), None, None)
+
+    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
+
+
+def _own(grad: Tensor | None, source: Tensor, taken: set[int]) -> Tensor:
+    """A gradient in memory of its own, laid out as the fake kernel promised."""
+    like = torch.empty_like(source)
+    if grad is None:
+        return like.zero_()
+    pointer = grad.untyped_storage().data_ptr()
+    if pointer in taken or grad.stride() != like.stride() or grad.dtype != like.dtype:
+        return like.copy_(grad)
+    taken.add(pointer)
+    return grad
+
+
+def _split(schema: str) -> tuple[list[str], str]:
+    arguments, returns = schema.rsplit("->", 1)
+    return arguments.strip()[1:-1].split(", "), returns.strip()
+
+
+def _name(argument: str) -> str:
+    return argument.split("=")[0].split()[-1]
+
+
+def _with_defaults(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The dispatcher drops trailing arguments that hold their default; put them back."""
+    schema = torch._C.parse_schema(f"{NAMESPACE}::{op.name}{op.schema}")
+    defaults = [a.default_value for a in schema.arguments] + ["", "auto"]
+
+    def call(*values: Any) -> Any:
+        return function(*values, *defaults[len(values) :])
+
+    return call

@@ -1,0 +1,74 @@
+"""QK-norm and RoPE in plain PyTorch, and the eager chains the exact modes equal."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..rope.reference import eager_rope, rotate
+from ..row.reference import affine, eager_norm, normalize, widen
+
+Part = Tensor | None
+
+
+def rotated_rows(x: Tensor, cos: Tensor, across_heads: bool) -> Tensor:
+    """x shaped so that its last dimension is what the table rotates over: a head, or with a table
+    as wide as the token (LTX) all its heads."""
+    if not across_heads or x.ndim != 4 or cos.ndim == 4:
+        return x
+    width = x.shape[2] * x.shape[3]
+    return x.flatten(2) if cos.shape[-1] in (width, width // 2) else x
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    q_weight: Part,
+    k_weight: Part,
+    cos: Part,
+    sin: Part,
+    eps: float,
+    across_heads: bool,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    def one(x: Tensor, weight: Part) -> Tensor:
+        row = x.flatten(2) if across_heads else x
+        y = affine(normalize(widen(row), "rms", eps), weight).reshape(x.shape)
+        if cos is not None and sin is not None:
+            y = rotate(rotated_rows(y, cos, across_heads), cos, sin, layout).reshape(x.shape)
+        return y.to(x.dtype)
+
+    return one(query, q_weight), one(key, k_weight)
+
+
+def _chain(
+    norm: str,
+    rope: str,
+    query: Tensor,
+    key: Tensor,
+    q_weight: Part,
+    k_weight: Part,
+    cos: Part,
+    sin: Part,
+    eps: float,
+    across_heads: bool,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    def one(x: Tensor, weight: Part) -> Tensor:
+        row = x.flatten(2) if across_heads else x
+        y = eager_norm(row, norm, "rms", weight, None, eps).reshape(x.shape)
+        if cos is None or sin is None:
+            return y
+        return eager_rope(rope, rotated_rows(y, cos, across_heads), cos, sin, layout).reshape(
+            x.shape
+        )
+
+    return one(query, q_weight), one(key, k_weight)
+
+
+CHAINS: dict[str, Any] = {
+    "diffusers": partial(_chain, "torch", "diffusers"),
+    "transformers": partial(_chain, "transformers", "transformers"),
+}

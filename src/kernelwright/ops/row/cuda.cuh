@@ -1,0 +1,113 @@
+// The row kernel: residual, norm, modulation and gate in one pass over a row.
+//
+//   s = residual + gate * x        written to `sum`, rounded to the dtype of x
+//   n = norm(s) * weight + bias
+//   y = (n * (1 + scale) + shift) * out_gate
+//
+// Parts that are absent are compiled out. fp32 inside; `Round` says where to round, `Norm` in which
+// order to sum.
+#pragma once
+#include "ops/row/norms.cuh"
+
+namespace kernelwright {
+
+enum Parts : unsigned {
+  RESIDUAL = 1, GATE = 2, WEIGHT = 4, BIAS = 8, SCALE = 16, SHIFT = 32, OUT_GATE = 64, NORMED = 128
+};
+
+struct RowArgs {
+  const void *x, *residual, *gate, *weight, *bias, *scale, *shift, *out_gate;
+  void *y, *sum;
+  Place at_x, at_residual, at_gate, at_scale, at_shift, at_out_gate, at_y, at_sum;
+  Rows rows;
+  float eps, factor;
+};
+
+template <int N_, int V_, int THREADS_> struct RowShape : Spread<N_, V_, THREADS_> {
+  static constexpr int N = N_, V = V_, THREADS = THREADS_;
+};
+
+// X, W, M: dtypes of the row, of weight and bias, of scale, shift and gates
+template <class X, class W, class M, class S, int BLOCK, int DIMS, unsigned PARTS, class Norm, class Round>
+__device__ __forceinline__ void row(const RowArgs& a) {
+  constexpr int K = S::K, V = S::V;
+  // rows too long for registers are read again from the cache
+  constexpr bool HELD = K * V * sizeof(X) <= 512;
+  __shared__ float shared[same<Norm, MeanRms> ? larger(64, S::THREADS) : 128];
+
+  const i64 number = (i64)blockIdx.x * (BLOCK / S::THREADS) + threadIdx.x / S::THREADS;
+  const bool live = number < a.rows.count;
+  const RowIndex<DIMS> at(live ? number : a.rows.count - 1, a.rows);
+  const X* x = (const X*)a.x + at.offset(a.at_x);
+  X* sum = (X*)a.sum + at.offset(a.at_sum);
+  const M* gate = (const M*)a.gate + at.offset(a.at_gate);
+  const X* residual = (const X*)a.residual + at.offset(a.at_residual);
+
+  Vec<X, V> held[HELD ? K : 1];
+  if constexpr (HELD) {
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      if (S::inside(k)) held[k].load(x + S::vector(k) * V);
+  }
+  if constexpr (PARTS & RESIDUAL) {
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      if (S::inside(k)) {
+        Vec<X, V> v, r;
+        Vec<M, V> g;
+        if constexpr (HELD) v = held[k]; else v.load(x + S::vector(k) * V);
+        r.load(residual + S::vector(k) * V);
+        if constexpr (PARTS & GATE) g.load(gate + S::vector(k) * V);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+          float t = v.get(i);
+          if constexpr (PARTS & GATE) t = Round::mul(g.get(i), t);
+          v.set(i, Round::add(r.get(i), t));
+        }
+        if (live) v.store(sum + S::vector(k) * V);
+        if constexpr (HELD) held[k] = v;
+      }
+  }
+  if constexpr (!(PARTS & NORMED)) return;
+
+  auto element = [&](int k) {
+    if constexpr (HELD) return held[k];
+    Vec<X, V> v;
+    if (live || !(PARTS & RESIDUAL)) v.load((PARTS & RESIDUAL ? (const X*)sum : x) + S::vector(k) * V);
+    return v;
+  };
+  Norm norm;
+  norm.template measure<S>([&](int k, int i) { return element(k).get(i); }, a.eps, a.factor, shared);
+  if (!live) return;
+
+  const W *weight = (const W*)a.weight, *bias = (const W*)a.bias;
+  const M* scale = (const M*)a.scale + at.offset(a.at_scale);
+  const M* shift = (const M*)a.shift + at.offset(a.at_shift);
+  const M* out_gate = (const M*)a.out_gate + at.offset(a.at_out_gate);
+  X* y = (X*)a.y + at.offset(a.at_y);
+#pragma unroll
+  for (int k = 0; k < K; k++)
+    if (S::inside(k)) {
+      const int c = S::vector(k) * V;
+      Vec<X, V> v = element(k), o;
+      Vec<W, V> w, b;
+      Vec<M, V> sc, sh, g;
+      if constexpr (PARTS & WEIGHT) w.load(weight + c);
+      if constexpr (PARTS & BIAS) b.load(bias + c);
+      if constexpr (PARTS & SCALE) sc.load(scale + c);
+      if constexpr (PARTS & SHIFT) sh.load(shift + c);
+      if constexpr (PARTS & OUT_GATE) g.load(out_gate + c);
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        float f = norm.template apply<Round>(v.get(i), PARTS & WEIGHT, PARTS & WEIGHT ? w.get(i) : 1.f,
+                                             PARTS & BIAS, PARTS & BIAS ? b.get(i) : 0.f);
+        if constexpr (PARTS & SCALE) f = Round::mul(f, Round::add(1.f, sc.get(i)));
+        if constexpr (PARTS & SHIFT) f = Round::add(f, sh.get(i));
+        if constexpr (PARTS & OUT_GATE) f = Round::mul(f, g.get(i));
+        o.set(i, f);
+      }
+      o.store(y + c);
+    }
+}
+
+}  // namespace kernelwright

@@ -1,0 +1,128 @@
+"""Launch choices of the CUDA row kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ...backends import Unsupported
+from ...backends.cuda import TYPES, CudaLaunch
+from ..rows import vector_width
+from . import RowCall
+
+if TYPE_CHECKING:
+    from ..op import Call
+
+# Threads a row in free order, by row width: one warp needs no barrier; a wider row needs more
+# threads so that its elements stay in registers. Ladder of QuACK and FlashInfer, checked on H200.
+FREE_THREADS = ((64, 8), (128, 16), (256, 32), (3072, 32), (6144, 64), (16384, 128), (32768, 256))
+BITS = {"residual": 1, "gate": 2, "weight": 4, "bias": 8, "scale": 16, "shift": 32, "out_gate": 64}
+NORMED = 128
+
+
+def plan(row: RowCall, call: Call) -> CudaLaunch:
+    rows = row.rows()
+    sizes, strides = rows.padded()
+    width, dtype = row.width, row.x.dtype
+    norm, rounding, threads, vector, factor = (
+        exact_order(row, call.exact, rows.count) if call.exact else free_order(row)
+    )
+    flat = [s for place in strides for s in place]
+    itemsize = dtype.itemsize
+    if vector == 0:
+        vector = vector_width(width, itemsize, call.alignment, flat)
+        threads = free_threads(width, vector)
+    elif vector_width(width, itemsize, call.alignment, flat) < vector:
+        raise Unsupported(
+            f"exact order needs rows that start on {vector * itemsize} bytes, "
+            f"as PyTorch's vectorised kernel does"
+        )
+    block = max(128, threads)
+    per_block = block // threads
+    parts = sum(bit for part, bit in BITS.items() if row.has(part))
+    parts |= NORMED if row.has("y") else 0
+    x, w = TYPES[dtype], TYPES[row.dtype("weight", "bias")]
+    m = TYPES[row.dtype("gate", "scale", "shift", "out_gate")]
+    shape = f"RowShape<{width}, {vector}, {threads}>"
+    policies = f"{parts}, kernelwright::{norm}, kernelwright::{rounding}"
+    return CudaLaunch(
+        source="ops/row/cuda.cuh",
+        template=f"kernelwright::row<{x}, {w}, {m}, kernelwright::{shape}, {block}, "
+        f"{len(rows.sizes)}, {policies}>",
+        arguments="kernelwright::RowArgs",
+        grid=-(-rows.count // per_block),
+        block=block,
+        pointers=row.pointers,
+        layout="24q3I2f",
+        scalars=(*flat, rows.count, sizes[1], sizes[2], row.eps, factor),
+        alignment=min(16, vector * itemsize),
+    )
+
+
+def free_order(row: RowCall) -> tuple[str, str, int, int, float]:
+    norm = {"rms": "FreeRms", "layer": "FreeLayer", "none": "NoNorm"}[row.norm]
+    return norm, "Once", 0, 0, 0.0
+
+
+def free_threads(width: int, vector: int) -> int:
+    ladder = next((t for limit, t in FREE_THREADS if width <= limit), 512)
+    # narrow vectors: more threads, so that no thread holds more than 64 elements
+    while ladder < 1024 and width > 64 * ladder:
+        ladder *= 2
+    return min(ladder, 1024)
+
+
+def exact_order(row: RowCall, chain: str, rows: int) -> tuple[str, str, int, int, float]:
+    """Norm, rounding, threads a row, vector width and mean factor that equal the eager chain."""
+    width, dtype = row.width, row.x.dtype
+    step = torch.float32 if chain == "wan" else dtype
+    rounding = f"Each<{TYPES[step]}>"
+    modulation = row.dtype("gate", "scale", "shift", "out_gate")
+    if chain != "wan" and modulation != dtype:
+        raise Unsupported(f"eager would promote {dtype} rows by {modulation} modulation")
+    weight = row.dtype("weight", "bias")
+    if weight != dtype and chain != "wan":
+        raise Unsupported(f"eager would promote {dtype} rows by {weight} weights")
+    if row.norm == "none":
+        return "NoNorm", rounding, 0, 0, 0.0
+    if row.norm == "rms" and row.has("bias"):
+        raise Unsupported("an rms norm with bias has no exact kernel")
+    if row.norm == "rms" and chain in ("diffusers", "transformers"):
+        threads, vector = mean_block(width, rows)
+        factor = np.float32(rows) / np.float32(rows * width)
+        return "MeanRms", rounding, threads, vector, float(factor)
+    if width % 4:
+        raise Unsupported(f"width {width} is no multiple of 4: PyTorch sums it in another order")
+    norm = {"rms": "TorchRms", "layer": "TorchLayer"}[row.norm]
+    return norm, rounding, played_threads(width, dtype), 4, 0.0
+
+
+def mean_block(width: int, rows: int) -> tuple[int, int]:
+    """The block width of at::mean over contiguous float32 rows, and its vector width.
+
+    From setReduceConfig in ATen/native/cuda/Reduce.cuh: 512 threads are split between the rows and
+    the row, the row taking what few rows leave.
+    """
+    if width >= 8192 or width < 32 or (width >= 128 and width % 4):
+        raise Unsupported(f"at::mean sums rows of {width} in an order that has no kernel here")
+    vector = 4 if width >= 128 else 1
+    along = min(_power_of_two(width // vector), 512)
+    height = min(_power_of_two(rows), 512 // min(along, 32), 512)
+    return min(along, 512 // height), vector
+
+
+def played_threads(width: int, dtype: torch.dtype) -> int:
+    """Threads that play the 128 of PyTorch's row kernels: a warp while registers last."""
+    vectors = width // 4
+    if vectors <= 32:
+        return max(8, _power_of_two(2 * vectors - 1))
+    return 32 if width * dtype.itemsize <= 6144 else 128
+
+
+def _power_of_two(n: int) -> int:
+    """The largest power of two up to n."""
+    return 1 << (n.bit_length() - 1)
+
+

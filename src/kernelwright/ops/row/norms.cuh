@@ -1,0 +1,213 @@
+// Ways to normalise a row, by the order in which the row is summed.
+//
+// Each gives `measure`, which reduces the row that a thread group holds, and `apply`, which
+// normalises one element. Free orders are ours; the others repeat PyTorch's own kernels step by
+// step, found in torch 2.11 and held to torch.equal by the GPU tests.
+#pragma once
+#include "backends/common.cuh"
+
+namespace kernelwright {
+
+struct NoNorm {
+  template <class S, class Get> __device__ void measure(Get, float, float, float*) {}
+  template <class R> __device__ float apply(float x, bool, float, bool, float) const { return x; }
+};
+
+// rms in free order: float32 fma, one accumulator a vector lane
+struct FreeRms {
+  float scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < S::V; i++) { float v = x(k, i); total = fmaf(v, v, total); }
+    total = row_sum<S::THREADS>(total, shared);
+    scale = rsqrtf(total / float(S::N) + eps);
+  }
+  template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
+    float y = x * scale;
+    return weighted ? y * w : y;
+  }
+};
+
+// layer norm in free order: deviations from a first mean, which then correct that mean's own
+// rounding, so that a row around 10,000 loses no more digits than F.layer_norm does
+struct FreeLayer {
+  float mean, error, scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < S::V; i++) total += x(k, i);
+    mean = row_sum<S::THREADS>(total, shared) / float(S::N);
+    float left = 0.f, spread = 0.f;
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < S::V; i++) {
+          float d = x(k, i) - mean;
+          left += d;
+          spread = fmaf(d, d, spread);
+        }
+    error = row_sum<S::THREADS>(left, shared + 32) / float(S::N);
+    float variance = row_sum<S::THREADS>(spread, shared + 64) / float(S::N) - error * error;
+    scale = rsqrtf(variance + eps);
+  }
+  template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {
+    float y = ((x - mean) - error) * scale;
+    if (weighted) y *= w;
+    return biased ? y + b : y;
+  }
+};
+
+// x.float().pow(2).mean(-1): at::mean's order. THREADS is the width of its block: 32 from 16 rows
+// on, more below. Four accumulators, one a vector lane (one a stride for rows under 128, which
+// at::mean does not vectorise), square and add rounded apart, times rows / elements in float32.
+struct MeanRms {
+  float scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float factor, float* shared) {
+    static_assert(S::V == 4 || (S::V == 1 && S::K <= 4));
+    float part[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < S::V; i++) {
+          float v = x(k, i), &p = part[S::V == 4 ? i : k % 4];
+          p = __fadd_rn(p, __fmul_rn(v, v));
+        }
+    float total = ((part[0] + part[1]) + part[2]) + part[3];
+    if constexpr (S::THREADS > 32) {  // halve across warps first, as block_x_reduce does
+      const int t = threadIdx.x;
+      shared[t] = total;
+      for (int o = S::THREADS / 2; o >= 32; o /= 2) {
+        __syncthreads();
+        if (t < o) shared[t] = total = total + shared[t + o];
+      }
+      __syncthreads();
+      total = shared[t % 32];
+    }
+#pragma unroll
+    for (int o = 16; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
+    scale = rsqrtf(__fadd_rn(__fmul_rn(total, factor), eps));
+  }
+  template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
+    float y = R::mul(x, scale);
+    return weighted ? R::mul(y, w) : y;
+  }
+};
+
+// PyTorch's vectorised row kernels: 128 threads, thread t takes the 4-vectors t, t + 128, ...
+// Here a row may have fewer threads; each then plays 128 / THREADS of PyTorch's, with a state each.
+template <class S> struct Played {
+  static_assert(S::V == 4 && 128 % S::THREADS == 0);
+  static constexpr int WARPS = 128 / larger(S::THREADS, 32);  // states of a thread, a warp apart
+  static __device__ __forceinline__ int state(int k) { return k % WARPS; }
+};
+
+// F.rms_norm: one accumulator by fma, shuffles, (w0 + w2) + (w1 + w3), divided by N
+struct TorchRms {
+  float scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    constexpr int WARPS = Played<S>::WARPS;
+    float part[WARPS] = {};
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float v = x(k, i), &p = part[Played<S>::state(k)];
+          p = __fmaf_rn(v, v, p);
+        }
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+#pragma unroll
+      for (int o = smaller(S::THREADS, 32) / 2; o > 0; o /= 2)
+        part[w] += __shfl_xor_sync(~0u, part[w], o);
+    float total;
+    if constexpr (S::THREADS == 128) {
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = part[0];
+      __syncthreads();
+      const float* row = shared + threadIdx.x / 128 * 4;
+      total = (row[0] + row[2]) + (row[1] + row[3]);
+    } else {
+      static_assert(S::THREADS <= 32);
+      total = (part[0] + part[2]) + (part[1] + part[3]);
+    }
+    scale = rsqrtf(__fadd_rn(__fdiv_rn(total, float(S::N)), eps));
+  }
+  template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
+    float y = __fmul_rn(scale, x);
+    return R::keep(weighted ? __fmul_rn(w, y) : y);
+  }
+};
+
+struct Welford { float mean, spread, count; };
+
+__device__ __forceinline__ Welford take(float v, Welford a) {
+  float delta = v - a.mean, count = a.count + 1.f, mean = a.mean + delta * (1.f / count);
+  return {mean, a.spread + delta * (v - mean), count};
+}
+
+__device__ __forceinline__ Welford merge(Welford b, Welford a) {
+  float delta = b.mean - a.mean, count = a.count + b.count;
+  if (!(count > 0.f)) return {0.f, 0.f, 0.f};
+  float each = 1.f / count, of_a = a.count * each, of_b = b.count * each;
+  return {of_a * a.mean + of_b * b.mean, a.spread + b.spread + delta * delta * a.count * of_b, count};
+}
+
+// F.layer_norm: Welford's update along each thread, its merge along the tree of F.rms_norm.
+// When every lane holds the same number of elements the counts are compile-time constants and the
+// divisions vanish.
+struct TorchLayer {
+  float mean, scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    constexpr int WARPS = Played<S>::WARPS, LANES = smaller(S::THREADS, 32);
+    Welford part[WARPS];
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) part[w] = {0.f, 0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < 4; i++) part[Played<S>::state(k)] = take(x(k, i), part[Played<S>::state(k)]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+#pragma unroll
+      for (int o = LANES / 2; o > 0; o /= 2) {
+        Welford other{__shfl_down_sync(~0u, part[w].mean, o, LANES), __shfl_down_sync(~0u, part[w].spread, o, LANES),
+                      S::FULL ? part[w].count : __shfl_down_sync(~0u, part[w].count, o, LANES)};
+        part[w] = merge(part[w], other);
+      }
+    }
+    Welford row[4] = {};
+    if constexpr (S::THREADS == 128) {
+      Welford* seen = reinterpret_cast<Welford*>(shared);
+      if (threadIdx.x % 32 == 0) seen[threadIdx.x / 32] = part[0];
+      __syncthreads();
+#pragma unroll
+      for (int w = 0; w < 4; w++) row[w] = seen[threadIdx.x / 128 * 4 + w];
+    } else {
+#pragma unroll
+      for (int w = 0; w < WARPS; w++)
+        row[w] = {__shfl_sync(~0u, part[w].mean, 0, LANES), __shfl_sync(~0u, part[w].spread, 0, LANES),
+                  S::FULL ? part[w].count : __shfl_sync(~0u, part[w].count, 0, LANES)};
+    }
+    Welford all = merge(merge(row[0], row[2]), merge(row[1], row[3]));
+    mean = all.mean;
+    scale = rsqrtf(all.spread / float(S::N) + eps);
+  }
+  template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {
+    float y = scale * (x - mean);
+    if (weighted && biased) return R::keep(w * y + b);
+    if (weighted) return R::keep(w * y);
+    return R::keep(biased ? y + b : y);
+  }
+};
+
+}  // namespace kernelwright

@@ -1,0 +1,183 @@
+"""The command line: what it prints, what it exits with, and that README.md agrees with it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kernelwright import catalog, doctor
+from kernelwright.cli import app
+from kernelwright.ops import registry
+
+README = Path(__file__).parents[1] / "README.md"
+NO_GPU = not torch.cuda.is_available()
+SMI_GPUS = "GPU-a, 0, NVIDIA H200, 580.1, 9.0, 143771, 4, 0\nGPU-b, 1, NVIDIA H200, 580.1, 9.0, 143771, 9000, 97\n"
+SMI_APPS = "GPU-b, 4242\n"
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
+
+
+def pretend_smi(monkeypatch, gpus=SMI_GPUS, apps=SMI_APPS):
+    """Put an nvidia-smi in the doctor's way."""
+
+    def answer(command, **_):
+        text = gpus if "query-gpu" in command[1] else apps
+        return subprocess.CompletedProcess(command, 0, stdout=text, stderr="")
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor.subprocess, "run", answer)
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["ops"], ["demo"]], ids=" ".join)
+def test_help_teaches(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_version():
+    import kernelwright
+
+    assert invoke("--version").output.strip() == kernelwright.__version__
+
+
+def test_ops_lists_every_declared_op():
+    result = invoke("ops")
+    assert result.exit_code == 0
+    for op in registry().values():
+        assert op.name in result.output
+        assert op.formula in result.output
+
+
+def test_ops_json_holds_what_the_table_holds():
+    listed = json.loads(invoke("ops", "--json").output)
+    assert [o["name"] for o in listed] == list(registry())
+    for o in listed:
+        assert o["backends"][0] == "torch"
+        assert set(o["dtypes"]) == {"float16", "bfloat16", "float32"}
+        assert o["cases"]
+
+
+@pytest.mark.parametrize("name", list(registry()))
+def test_an_op_in_full_shows_signature_formula_and_cases(name):
+    result = invoke("ops", name, "--json")
+    assert result.exit_code == 0
+    entry = json.loads(result.output)
+    assert entry["signature"].startswith(f"{name}(")
+    assert entry["doc"]
+    assert entry["exact"] == list(registry()[name].exact)
+    page = invoke("ops", name)
+    assert page.exit_code == 0
+    assert entry["doc"].splitlines()[0] in page.output
+
+
+def test_an_unknown_op_suggests_the_nearest():
+    result = invoke("ops", "rmsnrom")
+    assert result.exit_code == 2
+    assert "rmsnorm" in result.output
+
+
+def test_readme_holds_the_ops_table():
+    text = README.read_text()
+    held = text.split("<!-- ops:begin -->")[1].split("<!-- ops:end -->")[0].strip()
+    assert held == catalog.markdown(catalog.entries()), (
+        "README.md is behind: put the output of `kernelwright ops --markdown` between its markers"
+    )
+
+
+@pytest.mark.skipif(not NO_GPU, reason="says what a machine without a GPU gets")
+def test_doctor_without_a_gpu_is_usable_and_says_so(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert "the CPU reference is in use" in result.output
+    for name in registry():
+        assert name in result.output
+
+
+def test_doctor_json_is_complete():
+    report = json.loads(invoke("doctor", "--json").output)
+    assert {o["op"] for o in report["ops"]} == set(registry())
+    assert report["torch"] == torch.__version__
+    assert isinstance(report["cache_writable"], bool)
+    assert report["usable"] == (report["problem"] is None)
+
+
+@pytest.mark.skipif(not NO_GPU, reason="needs a torch that sees no GPU")
+def test_doctor_names_the_remedy_when_torch_cannot_use_the_gpu(monkeypatch):
+    pretend_smi(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "built without CUDA: pip install" in result.output
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "update the driver" in doctor.examine().problem
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES" in doctor.examine().problem
+
+
+def test_doctor_tells_idle_gpus_from_busy_ones(monkeypatch):
+    pretend_smi(monkeypatch)
+    idle, busy = doctor.examine().gpus
+    assert idle.idle is True
+    assert busy.idle is False
+    pretend_smi(monkeypatch, gpus=SMI_GPUS.replace("9000, 97", "[N/A], [N/A]"))
+    assert doctor.examine().gpus[1].idle is None
+
+
+def test_doctor_survives_a_broken_nvidia_smi(monkeypatch):
+    def fail(command, **_):
+        raise subprocess.CalledProcessError(9, command, output="NVIDIA-SMI has failed\n")
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor.subprocess, "run", fail)
+    assert doctor.examine().driver is None
+
+
+def test_doctor_notes_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(doctor.KernelCache, "default", lambda: doctor.KernelCache(blocked / "x"))
+    report = doctor.examine()
+    assert not report.cache_writable
+    assert any("KERNELWRIGHT_CACHE" in n for n in report.notes)
+
+
+def test_demo_without_diffusers_names_the_extra(monkeypatch):
+    from kernelwright import demo
+
+    monkeypatch.setattr(demo, "installed", lambda module: False)
+    result = invoke("demo")
+    assert result.exit_code == 1
+    assert "kernelwright[models]" in result.output
+
+
+def test_demo_refuses_a_device_that_is_not_there():
+    pytest.importorskip("diffusers")
+    result = invoke("demo", "--device", "cuda:99")
+    assert result.exit_code == 1
+    assert "cuda:99" in result.output
+
+
+def test_demo_holds_every_op_against_the_model():
+    pytest.importorskip("diffusers")
+    result = invoke("demo", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [r["op"] for r in rows] == list(registry())
+    for row in rows:
+        assert row["equal"] is not False, row
+        assert row["error"] <= row["allowed_error"], row
+
+
+def test_the_cli_starts_without_triton():
+    code = "import sys, kernelwright.cli as c; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
