@@ -8,7 +8,7 @@ READY := .venv/ready
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint pytest format clean
+.PHONY: demo test lint pytest format readme clean
 
 demo: $(READY)
 	$(BIN)/kernelwright demo
@@ -26,6 +26,9 @@ pytest: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+readme: $(READY)
+	$(BIN)/python -c "import pathlib, kernelwright.catalog as c; c.update(pathlib.Path('README.md'))"
 
 # torch comes first and alone: a resolver that may still choose takes the newest cuda build,
 # gigabytes of it. without an nvidia driver the cpu build does; the cuda build pins its own

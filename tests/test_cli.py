@@ -9,13 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kernelwright import catalog, doctor
+from kernelwright import catalog, doctor, gpus
 from kernelwright.cli import app
 from kernelwright.ops import registry
 
 README = Path(__file__).parents[1] / "README.md"
 NO_GPU = not torch.cuda.is_available()
-SMI_GPUS = "GPU-a, 0, NVIDIA H200, 580.1, 9.0, 143771, 4, 0\nGPU-b, 1, NVIDIA H200, 580.1, 9.0, 143771, 9000, 97\n"
+SMI_GPUS = """\
+GPU-a, 0, NVIDIA H200, 580.1, 9.0, 143771, 4, 0
+GPU-b, 1, NVIDIA H200, 580.1, 9.0, 143771, 9000, 97
+"""
 SMI_APPS = "GPU-b, 4242\n"
 
 
@@ -23,15 +26,15 @@ def invoke(*args):
     return CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
 
 
-def pretend_smi(monkeypatch, gpus=SMI_GPUS, apps=SMI_APPS):
+def pretend_smi(monkeypatch, listed=SMI_GPUS, apps=SMI_APPS):
     """Put an nvidia-smi in the doctor's way."""
 
     def answer(command, **_):
-        text = gpus if "query-gpu" in command[1] else apps
+        text = listed if "query-gpu" in command[1] else apps
         return subprocess.CompletedProcess(command, 0, stdout=text, stderr="")
 
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(doctor.subprocess, "run", answer)
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(gpus.subprocess, "run", answer)
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["ops"], ["demo"]], ids=" ".join)
@@ -83,17 +86,16 @@ def test_an_unknown_op_suggests_the_nearest():
     assert "rmsnorm" in result.output
 
 
-def test_readme_holds_the_ops_table():
-    text = README.read_text()
-    held = text.split("<!-- ops:begin -->")[1].split("<!-- ops:end -->")[0].strip()
-    assert held == catalog.markdown(catalog.entries()), (
-        "README.md is behind: put the output of `kernelwright ops --markdown` between its markers"
-    )
+def test_readme_holds_the_ops_table(tmp_path):
+    copy = tmp_path / "README.md"
+    copy.write_text(README.read_text())
+    catalog.update(copy)
+    assert copy.read_text() == README.read_text(), "README.md is behind: run `make readme`"
 
 
 @pytest.mark.skipif(not NO_GPU, reason="says what a machine without a GPU gets")
 def test_doctor_without_a_gpu_is_usable_and_says_so(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
     result = invoke("doctor")
     assert result.exit_code == 0
     assert "the CPU reference is in use" in result.output
@@ -129,7 +131,7 @@ def test_doctor_tells_idle_gpus_from_busy_ones(monkeypatch):
     idle, busy = doctor.examine().gpus
     assert idle.idle is True
     assert busy.idle is False
-    pretend_smi(monkeypatch, gpus=SMI_GPUS.replace("9000, 97", "[N/A], [N/A]"))
+    pretend_smi(monkeypatch, listed=SMI_GPUS.replace("9000, 97", "[N/A], [N/A]"))
     assert doctor.examine().gpus[1].idle is None
 
 
@@ -137,8 +139,8 @@ def test_doctor_survives_a_broken_nvidia_smi(monkeypatch):
     def fail(command, **_):
         raise subprocess.CalledProcessError(9, command, output="NVIDIA-SMI has failed\n")
 
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(doctor.subprocess, "run", fail)
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(gpus.subprocess, "run", fail)
     assert doctor.examine().driver is None
 
 

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,6 +19,7 @@ from .ops import checks
 from .ops.op import Composite, Op, registry
 
 COLUMNS = ("op", "computes", "backends", "exact", "dtypes")
+MARKERS = ("<!-- ops:begin -->", "<!-- ops:end -->")
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -82,6 +84,14 @@ def markdown(listed: list[Entry]) -> str:
     return "\n".join(lines)
 
 
+def update(readme: Path) -> None:
+    """Put today's table between the markers of README.md."""
+    before, rest = readme.read_text().split(MARKERS[0])
+    after = rest.split(MARKERS[1])[1]
+    table = markdown(entries())
+    readme.write_text(f"{before}{MARKERS[0]}\n{table}\n{MARKERS[1]}{after}")
+
+
 def page(e: Entry) -> RenderableType:
     """One op in full: signature, docstring, what is exact, and its cases."""
     facts = Table.grid(padding=(0, 2))
@@ -98,6 +108,8 @@ def _exact_text(e: Entry) -> str:
     if not e.exact:
         return "none"
     asks = " or ".join(f'exact="{name}"' for name in e.exact)
+    if "cuda" not in e.backends:
+        return f"{asks}: that eager chain itself"
     return f"{asks}: torch.equal to that eager chain (cuda backend; on the CPU the chain itself)"
 
 

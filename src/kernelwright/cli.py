@@ -65,9 +65,6 @@ def doctor(as_json: JsonOption = False) -> None:
 def ops(
     name: Annotated[str | None, typer.Argument(help="One op, to see it in full.")] = None,
     as_json: JsonOption = False,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as README.md holds it.")
-    ] = False,
 ) -> None:
     """List the ops: what each computes, its backends, and the eager chains it can equal exactly.
 
@@ -81,8 +78,6 @@ def ops(
         listed = catalog.entries()
         if as_json:
             _print_json([e.as_dict() for e in listed])
-        elif as_markdown:
-            typer.echo(catalog.markdown(listed))
         else:
             Console().print(catalog.table(listed))
         return

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
 import warnings
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,11 @@ from rich.text import Text
 from . import backends
 from .backends import cuda
 from .backends.cache import KernelCache
+from .gpus import Gpu, nvidia_smi, torch_gpu
 from .ops.op import Choice, Composite, Op, registry
 
 # the oldest GPUs that torch's own CUDA 13 builds serve
 MIN_CAPABILITY = (7, 5)
-# a GPU counts as idle below these: a bare driver context holds a few MiB
-IDLE_MIB = 32
-IDLE_PERCENT = 5
-_SMI_FIELDS = "uuid,index,name,driver_version,compute_cap,memory.total,memory.used,utilization.gpu"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU. Memory in MiB; `idle` is None where nvidia-smi cannot tell."""
-
-    index: int
-    name: str
-    capability: tuple[int, int]
-    memory: int
-    used: int | None
-    busy_percent: int | None
-    processes: int | None
-
-    @property
-    def idle(self) -> bool | None:
-        if self.used is None or self.busy_percent is None or self.processes is None:
-            return None
-        return self.processes == 0 and self.used <= IDLE_MIB and self.busy_percent <= IDLE_PERCENT
 
 
 @dataclass(frozen=True)
@@ -94,10 +71,10 @@ class Report:
 
 def examine() -> Report:
     """Look at this machine. Starts no GPU work beyond asking for its name."""
-    driver, gpus, smi_error = _nvidia_smi()
+    driver, gpus, smi_error = nvidia_smi()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and count:
-        gpus = tuple(_torch_gpu(i) for i in range(count))
+        gpus = tuple(torch_gpu(i) for i in range(count))
     cache = KernelCache.default()
     nvrtc, nvrtc_error = _nvrtc()
     headers = next(iter(cuda.include_paths()), None)
@@ -235,64 +212,17 @@ def choose(
         warnings.simplefilter("ignore")  # the reason is in the answer
         if isinstance(op, Op):
             return op.choose_for(device, dtype, exact)
+    if exact:
+        return Choice("torch", "PyTorch's own kernel")
+    own = f"{op.function.__module__}.choice"  # a folder that chooses among kernels has this module
+    if find_spec(own):
+        return import_module(own).choose_for(device, dtype)
     if device.type != "cuda":
         return Choice("torch", f"tensors on {device.type}: plain PyTorch")
     for name in op.backends:
         if name != "torch" and backends.problem(name, device, dtype) is None:
             return Choice(name, "the choice of the ops it is made of")
     return Choice("torch", "made of PyTorch's own kernels")
-
-
-def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...], str | None]:
-    """Driver version, GPUs and, if nvidia-smi is there but fails, its words."""
-    if shutil.which("nvidia-smi") is None:
-        return None, (), None
-    try:
-        listed = _smi(f"--query-gpu={_SMI_FIELDS}")
-        apps = [row[0] for row in _smi("--query-compute-apps=gpu_uuid,pid")]
-    except (subprocess.SubprocessError, OSError) as error:
-        said = (getattr(error, "stdout", None) or str(error)).strip().splitlines()
-        return None, (), said[0] if said else "no answer"
-    gpus = []
-    for uuid, index, name, _, capability, memory, used, busy in listed:
-        major, minor = capability.split(".")
-        gpus.append(
-            Gpu(
-                index=int(index),
-                name=name,
-                capability=(int(major), int(minor)),
-                memory=_number(memory) or 0,
-                used=_number(used),
-                busy_percent=_number(busy),
-                processes=apps.count(uuid),
-            )
-        )
-    return (listed[0][3] if listed else None), tuple(gpus), None
-
-
-def _smi(query: str) -> list[list[str]]:
-    ran = subprocess.run(
-        ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=True,
-    )
-    return [
-        [c.strip() for c in line.split(",")] for line in ran.stdout.splitlines() if line.strip()
-    ]
-
-
-def _number(text: str) -> int | None:
-    """A field of nvidia-smi, which writes [N/A] where it does not know."""
-    return int(text) if text.isdigit() else None
-
-
-def _torch_gpu(index: int) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    memory = properties.total_memory >> 20
-    capability = (properties.major, properties.minor)
-    return Gpu(index, properties.name, capability, memory, None, None, None)
 
 
 def _nvrtc() -> tuple[str | None, str | None]:

@@ -48,14 +48,24 @@ struct Once {
   static __device__ __forceinline__ float keep(float v) { return v; }
   static __device__ __forceinline__ float mul(float a, float b) { return a * b; }
   static __device__ __forceinline__ float add(float a, float b) { return a + b; }
+  template <class A, class B> static __device__ __forceinline__ float product(float a, float b) { return a * b; }
+  template <class A> static __device__ __forceinline__ float one_plus(float a) { return 1.f + a; }
 };
 
 // Each<C>: to C after every step, as an eager chain of C tensors does. Each<float> only forbids
-// contraction: what eager does to float32 tensors.
+// contraction: what eager does to float32 tensors. A step whose operands have dtypes of their own
+// rounds to what eager promotes those to.
 template <class C> struct Each {
   static __device__ __forceinline__ float keep(float v) { return widen(narrow<C>(v)); }
   static __device__ __forceinline__ float mul(float a, float b) { return keep(__fmul_rn(a, b)); }
   static __device__ __forceinline__ float add(float a, float b) { return keep(__fadd_rn(a, b)); }
+  template <class A, class B> static __device__ __forceinline__ float product(float a, float b) {
+    float p = __fmul_rn(a, b);
+    return same<A, B> ? widen(narrow<A>(p)) : p;  // two 16-bit dtypes promote to float as well
+  }
+  template <class A> static __device__ __forceinline__ float one_plus(float a) {
+    return widen(narrow<A>(__fadd_rn(1.f, a)));
+  }
 };
 
 // Sum over the THREADS neighbouring threads of a row, the same value in each. The tree pairs

@@ -73,7 +73,7 @@ class CudaLaunch:
         function = _function(device, compile_cubin(self.code, f"sm_{major}{minor}"))
         pack = struct.Struct(f"@{len(self.pointers)}P").pack_into
         template = struct.pack(
-            f"@{len(self.pointers)}P{self.layout}", *[0] * len(self.pointers), *self.scalars
+            f"@{len(self.pointers)}P{self.layout}0q", *[0] * len(self.pointers), *self.scalars
         )
         fixed = (function, self.grid, 1, 1, self.block, 1, 1, 0)
         submit = driver().cuLaunchKernel

@@ -26,8 +26,9 @@ def gpu_us(call: Callable[[Any], Any], sets: Sequence[Any], replays: int = 9) ->
     """Median GPU microseconds of call(set) over the sets, in a CUDA graph."""
     rounds = max(1, 20 // len(sets))
     kept: list[Any] = [None] * len(sets)  # outputs rotate as well, so none is written twice hot
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    # memory that pending work still reads may already belong to the sets: let it finish
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
         for i, arguments in enumerate(sets[:2]):
             kept[i] = call(arguments)
     torch.cuda.synchronize()

@@ -109,6 +109,8 @@ def _register_gradient(op: Op, qualified: str, arguments: list[str]) -> None:
         saved = iter(ctx.saved_tensors)
         args = [next(saved) if v is None else v[0] for v in ctx.values]
         wanted = [bool(n) for n in ctx.needs_input_grad[:count]]
+        # autograd does not see the trailing arguments that hold their default
+        wanted += [False] * (count - len(wanted))
         call = getattr(getattr(torch.ops, NAMESPACE), name).default
         got = iter(call(list(grads), *args, wanted))
         return (*(next(got) if w else None for w in wanted), None, None)

@@ -190,20 +190,31 @@ class Op:
         given = self.validate(args, out, exact, backend, inplace)
         choice = self.choose(args, exact, backend)
         if choice.backend == "torch":
-            return self._eager_plan(exact, inplace)
+            return self._eager_plan(args, exact, inplace)
+        how = _How(exact, choice.backend, inplace, strict=backend != "auto")
+        return self.launch_plan(args, given, how)
+
+    def launch_plan(
+        self, args: tuple[Any, ...], out: Any, how: _How, alignment: int = 16
+    ) -> Callable[[tuple[Any, ...], Any], Any]:
+        """A plan that launches a kernel; where none serves, an error or, unasked, plain PyTorch."""
         try:
-            return _LaunchPlan(self, args, given, exact, choice.backend, inplace)
+            return _LaunchPlan(self, args, out, how, alignment)
         except Unsupported as no:
-            if backend != "auto":
-                raise ValueError(f"{self.name}: backend {backend!r} cannot run this: {no}") from no
-            chain = f"the eager chain {exact!r}" if exact else "the PyTorch reference"
-            warnings.warn(f"{self.name}: {no}; running {chain} instead", stacklevel=4)
-            return self._eager_plan(exact, inplace)
+            if how.strict:
+                raise ValueError(
+                    f"{self.name}: backend {how.backend!r} cannot run this: {no}"
+                ) from no
+            chain = f"the eager chain {how.exact!r}" if how.exact else "the PyTorch reference"
+            warnings.warn(f"{self.name}: {no}; running {chain} instead", stacklevel=5)
+            return self._eager_plan(args, how.exact, how.inplace)
 
     def _eager_plan(
-        self, exact: str | None, inplace: bool
+        self, args: tuple[Any, ...], exact: str | None, inplace: bool
     ) -> Callable[[tuple[Any, ...], Any], Any]:
         function = self.exact[exact] if exact else self.reference
+        if exact:
+            self._refuse_promotion(args, exact)
         changed = [self.arguments.index(n) for n in self.inplace]
 
         def run(args: tuple[Any, ...], out: Any) -> Any:
@@ -220,6 +231,18 @@ class Op:
             )
 
         return run
+
+    def _refuse_promotion(self, args: tuple[Any, ...], exact: str) -> None:
+        """An eager chain may promote tensors of mixed dtypes; the op's result has one dtype."""
+        metas = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in args]
+        eager = self.exact[exact](*metas)
+        eager = eager if isinstance(eager, tuple) else (eager,)
+        for name, e, o in zip(self.outputs, eager, self.allocate(*metas), strict=True):
+            if e.dtype != o.dtype:
+                raise ValueError(
+                    f"{self.name}: exact is {exact!r}, and PyTorch promotes {name} to {e.dtype} "
+                    f"there; pass tensors of one dtype"
+                )
 
     def validate(
         self,
@@ -310,6 +333,16 @@ class Composite:
         return self.function(**arguments, **how)
 
 
+@dataclass(frozen=True)
+class _How:
+    """What a call asks for besides its arguments; `strict` if it named the backend itself."""
+
+    exact: str | None
+    backend: str
+    inplace: bool
+    strict: bool
+
+
 class _LaunchPlan:
     """A signature whose kernel is built: allocate, collect addresses, launch."""
 
@@ -318,15 +351,13 @@ class _LaunchPlan:
         op: Op,
         args: tuple[Any, ...],
         out: tuple[Tensor | None, ...] | None,
-        exact: str | None,
-        backend: str,
-        inplace: bool,
-        alignment: int = 16,
+        how: _How,
+        alignment: int,
     ) -> None:
-        self.op, self.exact, self.backend, self.inplace = op, exact, backend, inplace
+        self.op, self.how, self.inplace = op, how, how.inplace
         # rows are read along the last dimension; anything else is copied once before the launch
         self.copied = [i for i, a in enumerate(args) if isinstance(a, Tensor) and _gaps(a)]
-        if inplace and self.copied:
+        if self.inplace and self.copied:
             name = op.arguments[self.copied[0]]
             raise ValueError(f"{op.name}: inplace=True needs {name} to have stride 1 in its last dim")
         args = self._dense(args)
@@ -334,15 +365,15 @@ class _LaunchPlan:
         tensor = next(a for a in args if isinstance(a, Tensor))
         self.device = tensor.get_device()
         self.guarded = self.device >= 0 and torch.cuda.device_count() > 1
-        self.realigned: dict[int, _LaunchPlan] = {}
+        self.realigned: dict[int, Callable[[tuple[Any, ...], Any], Any]] = {}
         names = (*op.arguments, *op.outputs)
         values = dict(zip(names, (*args, *outs), strict=True))
         if all(o is None or o.numel() == 0 for o in outs):
             self.launch = None
             return
         target = Target.of(tensor.device)
-        call = Call(values, op=op.name, exact=exact, target=target, alignment=alignment)
-        launch: Launch = getattr(op.kernels, backend)(call)
+        call = Call(values, op=op.name, exact=how.exact, target=target, alignment=alignment)
+        launch: Launch = getattr(op.kernels, how.backend)(call)
         self.mask = launch.alignment - 1
         self.slots = [
             names.index(n) if n and values[n] is not None else -1 for n in launch.pointers
@@ -385,7 +416,7 @@ class _LaunchPlan:
                     bits |= p
                     pointers.append(p)
             if bits & self.mask:
-                return self._realign(bits & self.mask)(args, outs)
+                return self._realigned(bits & self.mask, args, outs)
             if self.guarded and torch.cuda.current_device() != self.device:
                 with torch.cuda.device(self.device):
                     self.launch(pointers)
@@ -393,18 +424,14 @@ class _LaunchPlan:
                 self.launch(pointers)
         return outs[0] if len(outs) == 1 else outs
 
-    def _realign(self, bits: int) -> Callable[[tuple[Any, ...], Any], Any]:
-        """The plan for addresses that are only multiples of the lowest set bit."""
+    def _realigned(self, bits: int, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> Any:
+        """Follow the plan for addresses that are only multiples of the lowest set bit."""
         alignment = bits & -bits
-
-        def run(args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> Any:
-            if alignment not in self.realigned:
-                self.realigned[alignment] = _LaunchPlan(
-                    self.op, args, outs, self.exact, self.backend, self.inplace, alignment
-                )
-            return self.realigned[alignment](args, outs)
-
-        return run
+        plan = self.realigned.get(alignment)
+        if plan is None:
+            plan = self.op.launch_plan(args, outs, self.how, alignment)
+            self.realigned[alignment] = plan
+        return plan(args, outs if len(outs) > 1 or isinstance(plan, _LaunchPlan) else outs[0])
 
 
 def _gaps(t: Tensor) -> bool:

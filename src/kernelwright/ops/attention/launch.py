@@ -32,7 +32,7 @@ class Tile:
 # Chosen from compiled code (triton 3.9): the largest tiles of FlexAttention's defaults for H100 and
 # A100 that ptxas fits without spilling, not yet from timings. Keyed by the padded head_dim.
 HOPPER = {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)}
-# two stages at 128: sm_86, sm_89 and sm_120 have 99 KB of shared memory, three stages need 98 + mask
+# two stages at 128: three take 98 KB, and sm_86, sm_89 and sm_120 have 99 KB of shared memory
 AMPERE = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
 # a mask with its own row a query: an address an element when its rows are not aligned, so
 # smaller tiles (128 x 64 at head_dim 128 spills 590 bytes on sm_90, 64 x 32 none)
@@ -131,8 +131,7 @@ def plan(call: Call) -> TritonLaunch:
             "MASK_COLUMNS": mask_column != 0,
             "CAUSAL": bool(call["causal"]),
             "POSITIVE": scale > 0,
-            # the interpreter multiplies the bits of bfloat16 as integers
-            "WIDEN": interpreting() and query.dtype == torch.bfloat16,
+            "EMULATE": interpreting() and query.dtype == torch.bfloat16,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

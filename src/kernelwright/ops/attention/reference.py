@@ -14,12 +14,13 @@ def attention(
     scale: float | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """softmax(query @ key^T * scale + mask) @ value, in fp32 (fp64 for fp64), rounded once.
+    """softmax(query @ key^T * scale + mask) @ value, in the next wider dtype, rounded once.
 
     query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, Dv] with H a multiple of G. A row whose
     keys are all masked out gives zeros, as PyTorch's SDPA does.
     """
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    work = torch.float32 if half else torch.float64
     group = query.shape[1] // max(key.shape[1], 1)
     q = query.to(work)
     k = key.to(work).repeat_interleave(group, dim=1)

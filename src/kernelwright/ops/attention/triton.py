@@ -18,7 +18,9 @@ RUNTIME = [
 
 
 @triton.jit
-def load_rows(p_tile, m_rows, o_columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+def load_rows(
+    p_tile, m_rows, o_columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr
+):
     """A [rows, BLOCK] tile, zero outside; full tiles carry no mask."""
     if EDGE:
         if WIDTH == BLOCK:
@@ -34,6 +36,14 @@ def load_rows(p_tile, m_rows, o_columns, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def rounded_to_bfloat16(b_x):
+    """float32 values to the nearest bfloat16, kept as float32."""
+    b_bits = b_x.to(tl.uint32, bitcast=True)
+    b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000
+    return b_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def attend(
     b_q,
     b_out,
@@ -45,7 +55,7 @@ def attend(
     scale,
     stride_k,
     stride_v,
-    stride_mask_q,
+    stride_m,
     first,
     last,
     queries,
@@ -61,7 +71,7 @@ def attend(
     MASK_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
     POSITIVE: tl.constexpr,
-    WIDEN: tl.constexpr,
+    EMULATE: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """Fold keys first..last into the running maximum, sum and output of a block of queries."""
@@ -73,7 +83,7 @@ def attend(
         m_k = o_k < keys
         o_row = o_k.to(tl.int64)[:, None]
         b_k = load_rows(p_k + (o_row * stride_k + o_d[None, :]), m_k, o_d, D, BD, EDGE)
-        if WIDEN:
+        if EMULATE:
             b_k = b_k.to(tl.float32)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
 
@@ -88,7 +98,7 @@ def attend(
                 p_m = p_mask + tl.zeros([1, 1], tl.int32)
                 m_m = tl.full([1, 1], True, tl.int1)
                 if MASK_ROWS:
-                    p_m = p_m + o_q.to(tl.int64)[:, None] * stride_mask_q
+                    p_m = p_m + o_q.to(tl.int64)[:, None] * stride_m
                     m_m = m_m & (o_q < queries)[:, None]
                 if MASK_COLUMNS:
                     p_m = p_m + o_k[None, :]
@@ -121,10 +131,10 @@ def attend(
         b_out = b_out * b_decay[:, None]
 
         b_v = load_rows(p_v + (o_row * stride_v + o_e[None, :]), m_k, o_e, E, BE, EDGE)
-        b_p = b_p.to(b_v.dtype)
-        if WIDEN:
-            b_p = b_p.to(tl.float32)
+        if EMULATE:
+            b_p = rounded_to_bfloat16(b_p)
             b_v = b_v.to(tl.float32)
+        b_p = b_p.to(b_v.dtype)
         b_out = tl.dot(b_p, b_v, b_out, input_precision="ieee")
     return b_out, b_max, b_sum
 
@@ -170,12 +180,12 @@ def attention_kernel(
     MASK_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
     POSITIVE: tl.constexpr,
-    WIDEN: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):
     """softmax(query @ key^T * scale + mask) @ value for rows i_q * BQ .. of one head.
 
-    `scale` is in log2 units unless the mask is a float one. WIDEN multiplies in fp32, for Triton's
-    interpreter, which has no bfloat16 product.
+    `scale` is in log2 units unless the mask is a float one. EMULATE is bfloat16 by way of float32,
+    for Triton's interpreter, which multiplies its bits as integers and cuts where a GPU rounds.
     """
     i_p = tl.program_id(0)
     blocks = tl.cdiv(queries, BQ)
@@ -189,6 +199,11 @@ def attention_kernel(
     i_g = (i_bh % heads // group).to(tl.int64)
 
     # strides come in units of UNIT elements: that tells the compiler how wide a load may be
+    stride_q = tl.cast(stride_query_s, tl.int64) * UNIT
+    stride_k = tl.cast(stride_key_s, tl.int64) * UNIT
+    stride_v = tl.cast(stride_value_s, tl.int64) * UNIT
+    stride_o = tl.cast(stride_out_s, tl.int64) * UNIT
+    stride_m = tl.cast(stride_mask_q, tl.int64) * MASK_UNIT
     p_q = query + (i_b * stride_query_b + i_h * stride_query_h) * UNIT
     p_k = key + (i_b * stride_key_b + i_g * stride_key_h) * UNIT
     p_v = value + (i_b * stride_value_b + i_g * stride_value_h) * UNIT
@@ -201,9 +216,9 @@ def attention_kernel(
     o_e = tl.arange(0, BE)
     o_row = o_q.to(tl.int64)[:, None]
     m_q = o_q < queries
-    p_q = p_q + (o_row * (stride_query_s * UNIT) + o_d[None, :])
+    p_q = p_q + (o_row * stride_q + o_d[None, :])
     b_q = load_rows(p_q, m_q, o_d, D, BD, True)
-    if WIDEN:
+    if EMULATE:
         b_q = b_q.to(tl.float32)
     b_out = tl.zeros([BQ, BE], dtype=tl.float32)
     b_max = tl.full([BQ], float("-inf"), dtype=tl.float32)
@@ -218,20 +233,20 @@ def attention_kernel(
     inside = inside // BK * BK
     b_out, b_max, b_sum = attend(
         b_q, b_out, b_max, b_sum, p_k, p_v, p_mask, scale,
-        stride_key_s * UNIT, stride_value_s * UNIT, stride_mask_q * MASK_UNIT,
-        0, inside, queries, keys, o_q, D, E, BK, BD, BE,
-        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, WIDEN, False,
+        stride_k, stride_v, stride_m, 0, inside, queries, keys, o_q, D, E, BK, BD, BE,
+        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, EMULATE, False,
     )  # fmt: skip
     b_out, b_max, b_sum = attend(
         b_q, b_out, b_max, b_sum, p_k, p_v, p_mask, scale,
-        stride_key_s * UNIT, stride_value_s * UNIT, stride_mask_q * MASK_UNIT,
-        inside, last, queries, keys, o_q, D, E, BK, BD, BE,
-        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, WIDEN, True,
+        stride_k, stride_v, stride_m, inside, last, queries, keys, o_q, D, E, BK, BD, BE,
+        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, EMULATE, True,
     )  # fmt: skip
 
     # a row that saw no key has sum 0 and output 0
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    if EMULATE:
+        b_out = rounded_to_bfloat16(b_out)
     p_out = out + (i_b * stride_out_b + i_h * stride_out_h) * UNIT
-    p_out = p_out + (o_row * (stride_out_s * UNIT) + o_e[None, :])
+    p_out = p_out + (o_row * stride_o + o_e[None, :])
     m_out = m_q[:, None] & (o_e < E)[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)

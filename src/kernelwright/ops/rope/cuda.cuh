@@ -34,7 +34,7 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   constexpr int K = S::K, V = S::V, ROWS = BLOCK / S::THREADS;
   static_assert(LAYOUT != INTERLEAVED || V % 2 == 0);
   static_assert(LAYOUT != HALF || (D / 2) % V == 0);
-  __shared__ float shared[same<Norm, MeanRms> ? larger(64, S::THREADS) : 96];
+  __shared__ float shared[Scratch<Norm, BLOCK>::FLOATS];
   __shared__ float exchange[LAYOUT == HALF ? ROWS : 1][LAYOUT == HALF ? S::N : 1];
 
   const bool second = blockIdx.x >= a.q_blocks;

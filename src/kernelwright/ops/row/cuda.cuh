@@ -33,7 +33,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
   constexpr int K = S::K, V = S::V;
   // rows too long for registers are read again from the cache
   constexpr bool HELD = K * V * sizeof(X) <= 512;
-  __shared__ float shared[same<Norm, MeanRms> ? larger(64, S::THREADS) : 128];
+  __shared__ float shared[Scratch<Norm, BLOCK>::FLOATS];
 
   const i64 number = (i64)blockIdx.x * (BLOCK / S::THREADS) + threadIdx.x / S::THREADS;
   const bool live = number < a.rows.count;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
 #pragma unroll
         for (int i = 0; i < V; i++) {
           float t = v.get(i);
-          if constexpr (PARTS & GATE) t = Round::mul(g.get(i), t);
+          if constexpr (PARTS & GATE) t = Round::template product<X, M>(g.get(i), t);
           v.set(i, Round::add(r.get(i), t));
         }
         if (live) v.store(sum + S::vector(k) * V);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
       for (int i = 0; i < V; i++) {
         float f = norm.template apply<Round>(v.get(i), PARTS & WEIGHT, PARTS & WEIGHT ? w.get(i) : 1.f,
                                              PARTS & BIAS, PARTS & BIAS ? b.get(i) : 0.f);
-        if constexpr (PARTS & SCALE) f = Round::mul(f, Round::add(1.f, sc.get(i)));
+        if constexpr (PARTS & SCALE) f = Round::mul(f, Round::template one_plus<M>(sc.get(i)));
         if constexpr (PARTS & SHIFT) f = Round::add(f, sh.get(i));
         if constexpr (PARTS & OUT_GATE) f = Round::mul(f, g.get(i));
         o.set(i, f);

@@ -8,6 +8,9 @@
 
 namespace kernelwright {
 
+// Floats of shared memory that a norm of BLOCK threads needs.
+template <class Norm, int BLOCK> struct Scratch { static constexpr int FLOATS = 96; };
+
 struct NoNorm {
   template <class S, class Get> __device__ void measure(Get, float, float, float*) {}
   template <class R> __device__ float apply(float x, bool, float, bool, float) const { return x; }
@@ -83,14 +86,15 @@ struct MeanRms {
         }
     float total = ((part[0] + part[1]) + part[2]) + part[3];
     if constexpr (S::THREADS > 32) {  // halve across warps first, as block_x_reduce does
-      const int t = threadIdx.x;
-      shared[t] = total;
+      const int t = S::thread();
+      float* row = shared + (threadIdx.x - t);
+      row[t] = total;
       for (int o = S::THREADS / 2; o >= 32; o /= 2) {
         __syncthreads();
-        if (t < o) shared[t] = total = total + shared[t + o];
+        if (t < o) row[t] = total = total + row[t + o];
       }
       __syncthreads();
-      total = shared[t % 32];
+      total = row[t % 32];
     }
 #pragma unroll
     for (int o = 16; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
@@ -101,6 +105,8 @@ struct MeanRms {
     return weighted ? R::mul(y, w) : y;
   }
 };
+
+template <int BLOCK> struct Scratch<MeanRms, BLOCK> { static constexpr int FLOATS = BLOCK; };
 
 // PyTorch's vectorised row kernels: 128 threads, thread t takes the 4-vectors t, t + 128, ...
 // Here a row may have fewer threads; each then plays 128 / THREADS of PyTorch's, with a state each.
@@ -203,10 +209,10 @@ struct TorchLayer {
     scale = rsqrtf(all.spread / float(S::N) + eps);
   }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {
-    float y = scale * (x - mean);
-    if (weighted && biased) return R::keep(w * y + b);
-    if (weighted) return R::keep(w * y);
-    return R::keep(biased ? y + b : y);
+    // contracted where nvcc contracts PyTorch's own expression
+    const float d = x - mean, y = __fmul_rn(scale, d);
+    if (weighted) return R::keep(biased ? __fmaf_rn(w, y, b) : __fmul_rn(w, y));
+    return R::keep(biased ? __fmaf_rn(scale, d, b) : y);
   }
 };
 

@@ -16,8 +16,10 @@ def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     """norm(x) over the last dimension: "rms", "layer" or "none"."""
     if kind == "layer":
         x = x - x.mean(-1, keepdim=True)
+        # what the deviations still sum to is the rounding of a large mean
+        x = x - x.mean(-1, keepdim=True)
     if kind in ("rms", "layer"):
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
     return x
 
 

@@ -21,13 +21,16 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from .backends import installed
-from .doctor import choose
-from .ltx_sites import LtxSize, Site, capture
-from .ops.case import Case, Inputs
-from .ops.op import Composite, Op, registry
+from ..backends import installed
+from ..bench import timing
+from ..doctor import choose
+from ..ops.case import Case, Inputs
+from ..ops.op import Composite, Op, registry
+from .ltx import LtxSize, denoise
+from .sites import Site, ltx_sites
 
-REAL_WIDTH = LtxSize(heads=32, latent=(7, 16, 24), text_tokens=128, caption_channels=4096)
+# on a GPU the width of LTX-Video 2B, and 25 frames of 480 x 704
+REAL_WIDTH = LtxSize(heads=32, latent=(4, 15, 22), text_tokens=128, caption_channels=4096)
 TINY = LtxSize(heads=4, latent=(3, 6, 8), text_tokens=16, caption_channels=64)
 
 
@@ -84,8 +87,8 @@ def run(device: str | None, console: Console) -> Result:
     columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
     with torch.no_grad(), Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("one denoise step of a small LTX-Video in plain diffusers")
-        step = capture(size, place, dtype)
-        sites = {s.op: s for s in step.sites}
+        step = denoise(size, place, dtype)
+        sites = {s.op: s for s in ltx_sites(step)}
         rows = []
         for op in registry().values():
             progress.update(task, description=f"{op.name}")
@@ -99,7 +102,7 @@ def page(result: Result) -> RenderableType:
     """The result for the terminal."""
     on_gpu = result.device != "CPU"
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("op\n  stands for", no_wrap=True)
+    table.add_column("op\n  stands for", no_wrap=True, max_width=24)
     for name in ("error\neager", "\nours"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("exact mode:\nsame bits?", no_wrap=True)
@@ -213,36 +216,17 @@ def _error(result: Any, truth: Any) -> float:
 def _microseconds(
     function: Callable[[dict[str, Any]], Any], arguments: dict[str, Any], device: torch.device
 ) -> float:
-    """Time of one call: on the GPU, in a CUDA graph over copies that the L2 cache cannot hold."""
+    """Time of one call: GPU time over rotated copies, or the wall clock on the CPU."""
     if device.type != "cuda":
-        return median(_timed(lambda: function(arguments)) for _ in range(5)) * 1e6
-    size = sum(t.nbytes for t in arguments.values() if isinstance(t, Tensor))
-    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        return median(_seconds(function, arguments) for _ in range(5)) * 1e6
     sets = [arguments]
-    for _ in range(3 * l2 // max(size, 1 << 20)):
+    for _ in range(timing.rotation(timing.bytes_of(list(arguments.values())), device)):
         sets.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()})
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
-        for s in sets:
-            function(s)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for s in sets:
-                function(s)
-        graph.replay()
-        return median(_replay(graph) for _ in range(10)) / len(sets)
+        return timing.gpu_us(function, sets)
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def _timed(call: Callable[[], Any]) -> float:
+def _seconds(function: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> float:
     start = time.perf_counter()
-    call()
+    function(arguments)
     return time.perf_counter() - start

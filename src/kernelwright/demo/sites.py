@@ -1,47 +1,17 @@
-"""A small LTX-Video transformer and the places in its last block where the ops belong.
-
-Hooks keep the inputs and outputs of its modules during one denoise step, so every site holds the
-tensors, views and strides included, that diffusers itself worked on.
-"""
+"""The places in LTX-Video's last block where the ops belong."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 import kernelwright
 
-HEAD_DIM = 64
-LATENT_CHANNELS = 128
-LAYERS = 2
-GUIDANCE = 3.0
-
-
-@dataclass(frozen=True)
-class LtxSize:
-    """LTX-Video with fewer layers and, if asked, fewer heads. `latent` is frames, height, width."""
-
-    heads: int
-    latent: tuple[int, int, int]
-    text_tokens: int
-    caption_channels: int
-
-    @property
-    def width(self) -> int:
-        return self.heads * HEAD_DIM
-
-    @property
-    def tokens(self) -> int:
-        frames, height, width = self.latent
-        return frames * height * width
-
-    def __str__(self) -> str:
-        return f"LTX-Video of {LAYERS} layers, {self.tokens} tokens of width {self.width}"
+from .ltx import Step
 
 
 @dataclass(frozen=True)
@@ -58,115 +28,13 @@ class Site:
     expected: Any = None
 
 
-@dataclass(frozen=True)
-class Step:
-    """One denoise step in plain diffusers: how long it took, and the sites it passed."""
-
-    ms: float
-    sites: tuple[Site, ...]
-
-
-def capture(size: LtxSize, device: torch.device, dtype: torch.dtype) -> Step:
-    """Build the model, take one denoise step with guidance, and keep what flowed through it."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    model = _build(size, device, dtype)
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(30, device=device)
-    latents, model_inputs = _inputs(size, device, dtype)
-    t = scheduler.timesteps[0]
-    flow = _Flow(model)
-    start = time.perf_counter()
-    noise = model(
-        hidden_states=latents.repeat(2, 1, 1).to(dtype),
-        timestep=t.expand(2),
-        return_dict=False,
-        **model_inputs,
-    )[0]
-    unconditional, conditional = noise.float().chunk(2)
-    guided = unconditional + GUIDANCE * (conditional - unconditional)
-    latents = scheduler.step(guided, t, latents, return_dict=False)[0]
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    ms = (time.perf_counter() - start) * 1e3
-    flow.close()
-    return Step(ms, tuple(_sites(model, flow)))
-
-
-def _build(size: LtxSize, device: torch.device, dtype: torch.dtype) -> Any:
-    from diffusers import LTXVideoTransformer3DModel
-
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(0)
-        model = LTXVideoTransformer3DModel(
-            in_channels=LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS,
-            num_attention_heads=size.heads,
-            attention_head_dim=HEAD_DIM,
-            cross_attention_dim=size.width,
-            num_layers=LAYERS,
-            caption_channels=size.caption_channels,
-        )
-        for module in model.modules():
-            # a weight of ones would hide whether it is read at all
-            if isinstance(module, nn.RMSNorm) and module.weight is not None:
-                module.weight.copy_(1 + 0.1 * torch.randn_like(module.weight))
-    # the plain cast: diffusers' own `to` warns about float32 modules that LTX-Video does not have
-    return nn.Module.to(model, dtype).eval()
-
-
-def _inputs(
-    size: LtxSize, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, dict[str, Any]]:
-    """float32 latents [1, S, C], and the rest of a forward with guidance (batch 2)."""
-    generator = torch.Generator().manual_seed(0)
-    frames, height, width = size.latent
-    latents = torch.randn(1, size.tokens, LATENT_CHANNELS, generator=generator)
-    text = torch.randn(2, size.text_tokens, size.caption_channels, generator=generator)
-    mask = torch.ones(2, size.text_tokens)
-    mask[0, size.text_tokens // 4 :] = 0  # the empty prompt is mostly padding
-    return latents.to(device), {
-        "encoder_hidden_states": text.to(device, dtype),
-        "encoder_attention_mask": mask.to(device, dtype),
-        "num_frames": frames,
-        "height": height,
-        "width": width,
-        # seconds a latent frame at 25 frames a second, pixels a latent cell
-        "rope_interpolation_scale": (8 / 25, 32, 32),
-    }
-
-
-class _Flow:
-    """Inputs and outputs of the modules of a model, by module, while its hooks are in place."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.inputs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self.outputs: dict[nn.Module, Any] = {}
-        self._hooks = [
-            m.register_forward_hook(self._keep, with_kwargs=True) for m in model.modules()
-        ]
-
-    def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.inputs[module] = args, kwargs
-        self.outputs[module] = output
-
-    def into(self, module: nn.Module, name: str = "hidden_states") -> Any:
-        args, kwargs = self.inputs[module]
-        return kwargs[name] if name in kwargs else args[0]
-
-    def out_of(self, module: nn.Module) -> Any:
-        return self.outputs[module]
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _sites(model: Any, flow: _Flow) -> list[Site]:
+def ltx_sites(step: Step) -> list[Site]:
+    """Every op that LTX-Video has a use for, with the arguments that flowed through the step."""
     from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
+    model, flow = step.model, step.flow
     block = model.transformer_blocks[-1]
-    attn = block.attn1
+    attn, widening = block.attn1, block.ff.net[0]
     hidden, temb = flow.into(block), flow.into(block, "temb")
     rotary = flow.into(block, "image_rotary_emb")
     table = block.scale_shift_table
@@ -185,6 +53,9 @@ def _sites(model: Any, flow: _Flow) -> list[Site]:
     def gated_norm(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
         total = a["residual"] + a["x"]
         return modulated(block.norm2(total), a), total
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)
 
     def rope(x: Tensor, a: dict[str, Any]) -> Tensor:
         return apply_rotary_emb(x, (a["cos"], a["sin"]))
@@ -264,6 +135,18 @@ def _sites(model: Any, flow: _Flow) -> list[Site]:
             "diffusers",
         ),
         site(
+            "attention",
+            "attn1",
+            {
+                "query": heads(apply_rotary_emb(query, rotary)),
+                "key": heads(apply_rotary_emb(key, rotary)),
+                "value": heads(flow.out_of(attn.to_v)),
+            },
+            lambda a: F.scaled_dot_product_attention(a["query"], a["key"], a["value"]),
+            "torch",
+            heads(flow.into(attn.to_out[0])),
+        ),
+        site(
             "gated_residual",
             "gate, add after attn1",
             {"residual": hidden, "x": flow.out_of(attn), "gate": gate_msa},
@@ -285,6 +168,18 @@ def _sites(model: Any, flow: _Flow) -> list[Site]:
             gated_norm,
             "diffusers",
             (flow.into(block.ff), flow.into(block.norm2)),
+        ),
+        site(
+            "linear_gelu",
+            "ff: Linear, GELU",
+            {
+                "x": flow.into(widening),
+                "weight": widening.proj.weight,
+                "bias": widening.proj.bias,
+            },
+            lambda a: F.gelu(F.linear(a["x"], a["weight"], a["bias"]), approximate="tanh"),
+            "torch",
+            flow.out_of(widening),
         ),
         site(
             "layernorm",

@@ -1,0 +1,216 @@
+"""Attention: the fastest right kernel of those on this GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, op
+from . import cases, reference, sdpa
+from .choice import BACKENDS, choose, request_of, switches
+from .forward import forward
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    *,
+    exact: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """softmax(query @ key^T * scale + mask) @ value, as F.scaled_dot_product_attention.
+
+    Args:
+        query: [B, H, Sq, D], float16, bfloat16 or float32; heads before tokens. Any strides; views
+            of a packed QKV are read where they lie.
+        key: [B, G, Sk, D], H a multiple of G: query heads share key heads in groups of H / G.
+        value: [B, G, Sk, Dv].
+        mask: broadcastable to [B, H, Sq, Sk]. bool, True where a query sees a key; or float, added
+            to the scores. A query that sees no key gives zeros, as in PyTorch from 2.5 on.
+        scale: 1 / sqrt(D) if None.
+        causal: query i sees keys 0..i, counted from the first, also where Sq != Sk; beside a mask
+            both hold.
+        exact: "torch" is F.scaled_dot_product_attention itself, with the kernel PyTorch picks.
+        backend: "cudnn", "flash", "efficient" or "math" (PyTorch's kernels), "fa4" (flash-attn-4),
+            "triton" (ours), "torch" (PyTorch's pick); None takes the one of `use_backend`, or the
+            one that `choice.py` holds for the fastest. A named one runs or raises.
+
+    Gradients come from PyTorch's kernels; "triton" and "fa4" run forward on their own kernel and,
+    for the gradient, once more through PyTorch's.
+
+    >>> q = torch.ones(1, 1, 2, 4)
+    >>> attention(q, q, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten()
+    tensor([1., 2.])
+    """
+    if backend is None:
+        backend = _current_backend()
+    if exact is not None:
+        checks.choice("attention", "exact", exact, ("torch",))
+        backend = "torch"
+    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
+        query, key, value, mask = _autocast(query, key, value, mask)
+    args = (query, key, value, mask, scale, causal)
+    name = (_checked if torch.compiler.is_compiling() else _kept)(*args, backend)
+    if name in sdpa.KERNELS:
+        return sdpa.KERNELS[name](*args)
+    return forward(*args, name)
+
+
+@torch.compiler.assume_constant_result
+def _current_backend() -> str:
+    return op._backend.get()
+
+
+def _kept(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    backend: str,
+) -> str:
+    """The kernel for a call, kept by all that decides it: checks and choice run once."""
+    grad = torch.is_grad_enabled()
+    try:
+        signature = (
+            (query.shape, query.stride(), query.dtype, query.get_device()),
+            (key.shape, key.stride(), key.dtype, key.get_device()),
+            (value.shape, value.stride(), value.dtype, value.get_device()),
+            # where the tensors begin, as far as 16-byte loads care
+            (query.storage_offset() | key.storage_offset() | value.storage_offset()) & 7,
+            mask is not None
+            and (mask.shape, mask.dtype, mask.get_device(), grad and mask.requires_grad),
+            grad and (query.requires_grad or key.requires_grad or value.requires_grad),
+            (scale, causal, backend, torch.are_deterministic_algorithms_enabled()),
+            switches(),
+        )
+        name = _choices.get(signature)
+    except (AttributeError, RuntimeError, TypeError):
+        # no tensor, one without strides, an unhashable value: the checks name the argument
+        _check(query, key, value, mask, scale, causal, backend)
+        raise
+    if name is None:
+        name = _checked(query, key, value, mask, scale, causal, backend)
+        if len(_choices) >= op.MAX_PLANS:
+            _choices.clear()
+        _choices[signature] = name
+    return name
+
+
+_choices: dict[Any, str] = {}
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    backend: str,
+) -> str:
+    """Check the arguments and choose the kernel."""
+    _check(query, key, value, mask, scale, causal, backend)
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return "math"  # nothing to launch: zeros, or nothing
+    return choose(request_of(query, key, value, mask, causal), backend).backend
+
+
+def _check(
+    query: Any, key: Any, value: Any, mask: Any, scale: Any, causal: Any, backend: Any
+) -> None:
+    op_name = "attention"
+    checks.choice(op_name, "backend", backend, BACKENDS)
+    named = {"query": query, "key": key, "value": value}
+    for name, t in named.items():
+        checks.tensor(op_name, name, t)
+        if t.ndim != 4:
+            raise ValueError(
+                f"attention: {name} has shape {list(t.shape)}, expected [batch, heads, tokens, dim]"
+            )
+    checks.common(op_name, named)
+    batch, heads, queries, head_dim = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    for name, t in named.items():
+        if t.dtype != query.dtype:
+            raise TypeError(f"attention: {name} is {t.dtype}, query is {query.dtype}")
+        if t.shape[0] != batch:
+            raise ValueError(f"attention: {name} has batch {t.shape[0]}, query has {batch}")
+    if head_dim == 0:
+        raise ValueError("attention: query has head_dim 0, expected 1 or more")
+    if key.shape[3] != head_dim:
+        raise ValueError(f"attention: key has head_dim {key.shape[3]}, query has {head_dim}")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"attention: value has {value.shape[1]} heads of {value.shape[2]} tokens, "
+            f"key has {groups} of {keys}"
+        )
+    if heads != groups and (groups == 0 or heads % groups):
+        raise ValueError(
+            f"attention: query has {heads} heads, expected a multiple of key's {groups}"
+        )
+    if not isinstance(causal, bool):
+        raise TypeError(f"attention: causal is {causal!r}, expected True or False")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
+            raise TypeError(f"attention: scale is {scale!r}, expected a number or None")
+        if not abs(scale) < float("inf"):
+            raise ValueError(f"attention: scale is {scale!r}, expected a finite number or None")
+    if mask is not None:
+        _check_mask(mask, query, (batch, heads, queries, keys))
+
+
+def _check_mask(mask: Any, query: Tensor, scores: tuple[int, ...]) -> None:
+    checks.tensor("attention", "mask", mask, min_dims=0)
+    accepted = [torch.bool, torch.float16, torch.bfloat16, torch.float32]
+    if query.dtype == torch.float64:
+        accepted.append(torch.float64)
+    if mask.dtype not in accepted:
+        raise TypeError(
+            f"attention: mask is {mask.dtype}, expected bool (True: seen) or a float to be added"
+        )
+    if mask.layout != torch.strided:
+        raise TypeError(f"attention: mask is {mask.layout}, expected a dense tensor")
+    if mask.device != query.device:
+        raise ValueError(f"attention: mask is on {mask.device}, query is on {query.device}")
+    own = tuple(mask.shape)
+    if len(own) > 4 or any(
+        n not in (1, m) for n, m in zip(reversed(own), reversed(scores), strict=False)
+    ):
+        raise ValueError(
+            f"attention: mask has shape {list(own)}, expected one that broadcasts to "
+            f"[batch, heads, queries, keys] = {list(scores)}"
+        )
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What autocast does to the arguments of F.scaled_dot_product_attention."""
+    first = tensors[0]
+    assert first is not None
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(dtype)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
+    )
+
+
+op.Composite(
+    name="attention",
+    formula="softmax(query · keyᵀ · scale + mask) · value",
+    function=attention,
+    reference=reference.attention,
+    exact={"torch": sdpa.default},
+    cases=cases.ATTENTION,
+    backends=("torch", "triton"),
+)

@@ -1,0 +1,178 @@
+"""Kernels that PyTorch does not know: our Triton one and flash-attn-4, as one torch.library op.
+
+Eager calls that need no gradient go straight to the kernel. torch.compile and autograd see
+torch.ops.kernelwright.attention_forward, whose gradient runs the forward again through PyTorch's
+attention and takes the gradient of that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from .. import library
+from ..op import MAX_PLANS, PLAIN, Call
+
+ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal"
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    backend: str,
+) -> Tensor:
+    """Attention on the named kernel, "triton" or "fa4"."""
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    plain = all(type(t) in PLAIN for t in tensors)
+    if needs_grad or not plain or torch.compiler.is_compiling():
+        library_op = torch.ops.kernelwright.attention_forward.default
+        return library_op(query, key, value, mask, scale, causal, backend)
+    return _run(query, key, value, mask, scale, causal, backend)
+
+
+def allocate(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """An output in the order of query's memory, so that models join the heads without a copy."""
+    batch, heads, rows, width = *query.shape[:3], value.shape[3]
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, rows, heads, width).transpose(1, 2)
+    return query.new_empty(batch, heads, rows, width)
+
+
+def _run(*values: Any) -> Tensor:
+    *args, backend = values
+    return (_run_triton if backend == "triton" else _run_fa4)(*args)
+
+
+def _run_triton(*args: Any) -> Tensor:
+    # the kernel reads along the last dimension; anything else is copied once
+    args = tuple(a.contiguous() if isinstance(a, Tensor) and _gaps(a) else a for a in args)
+    tensors = [a if isinstance(a, Tensor) else None for a in args[:4]]
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    bits = functools.reduce(int.__or__, (p for p in pointers if p), 16)
+    alignment = bits & -bits
+    signature = (
+        alignment,
+        *((a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in args),
+    )
+    out = allocate(*args)
+    device = out.get_device()
+    launch = _launches.get(signature)
+    if launch is None:
+        if len(_launches) >= MAX_PLANS:
+            _launches.clear()
+        launch = _launches[signature] = _load(args, out, alignment)
+    if device < 0:  # Triton's interpreter takes the tensors themselves
+        launch([*tensors, out])
+    elif torch.cuda.current_device() == device:
+        launch([*pointers, out.data_ptr()])
+    else:
+        with torch.cuda.device(device):
+            launch([*pointers, out.data_ptr()])
+    return out
+
+
+_launches: dict[Any, Callable[[list[Any]], None]] = {}
+
+
+def _load(args: tuple[Any, ...], out: Tensor, alignment: int) -> Callable[[list[Any]], None]:
+    from .launch import plan
+
+    values = dict(zip(("query", "key", "value", "mask", "scale", "causal"), args, strict=True))
+    values["out"] = out
+    call = Call(
+        values,
+        op="attention",
+        exact=None,
+        target=backends.Target.of(out.device),
+        alignment=alignment,
+    )
+    return backends.load(plan(call), values, out.device, "attention")
+
+
+def _gaps(t: Tensor) -> bool:
+    return t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1
+
+
+def _run_fa4(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    result = _fa4()(q, k, v, softmax_scale=scale, causal=causal)
+    # 4.0.0b36 gives (out, logsumexp)
+    out = result[0] if isinstance(result, tuple) else result
+    like = allocate(query, key, value)
+    out = out.transpose(1, 2)
+    return out if out.stride() == like.stride() else like.copy_(out)
+
+
+@functools.lru_cache
+def _fa4() -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_func
+
+    return flash_attn_func
+
+
+def _fake(*values: Any) -> Tensor:
+    return allocate(*values)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, mask, ctx.scale, ctx.causal, _ = inputs
+    ctx.save_for_backward(query, key, value, mask)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    wanted = [bool(n) for n in ctx.needs_input_grad[:4]]
+    backward = torch.ops.kernelwright.attention_backward.default
+    got = iter(backward(grad, *ctx.saved_tensors, ctx.scale, ctx.causal, wanted))
+    return (*(next(got) if w else None for w in wanted), None, None, None)
+
+
+def _backward(grad: Tensor, *values: Any) -> list[Tensor]:
+    from . import attention
+
+    *tensors, scale, causal, wanted = values
+    leaves = [t.detach().requires_grad_() if w else t for t, w in zip(tensors, wanted, strict=True)]
+    with torch.enable_grad():
+        out = attention(*leaves, scale, causal, backend="auto")
+    sources = [t for t, w in zip(leaves, wanted, strict=True) if w]
+    got = torch.autograd.grad(out, sources, grad)
+    return [torch.empty_like(s).copy_(g) for g, s in zip(got, sources, strict=True)]
+
+
+def _fake_backward(grad: Tensor, *values: Any) -> list[Tensor]:
+    *tensors, _, _, wanted = values
+    return [torch.empty_like(t) for t, w in zip(tensors, wanted, strict=True) if w]
+
+
+def _register() -> None:
+    lib, space = library._library, library.NAMESPACE
+    lib.define(f"attention_forward({ARGUMENTS}, str backend) -> Tensor")
+    lib.define(f"attention_backward(Tensor grad, {ARGUMENTS}, bool[] wanted) -> Tensor[]")
+    for name, run, fake in (
+        ("attention_forward", _run, _fake),
+        ("attention_backward", _backward, _fake_backward),
+    ):
+        lib.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{space}::{name}", fake, lib=lib)
+    torch.library.register_autograd(
+        f"{space}::attention_forward", _gradient, setup_context=_setup, lib=lib
+    )
+
+
+_register()

@@ -1,0 +1,178 @@
+"""Gradients: right, repeatable, and only where they are asked for."""
+
+import pytest
+import torch
+from declared import ALL, DTYPES, OPS, every_op, full, small, tensors
+from numerics import as_good_as_eager, as_tuple, in_eager, run, widened
+
+from kernelwright.ops.case import Inputs
+
+
+def leaves(arguments, names=None):
+    """The arguments as fresh leaves, and those of them that are to get a gradient."""
+    given = {n: t.detach().clone() for n, t in tensors(arguments).items() if t.is_floating_point()}
+    wanted = {n: t.requires_grad_() for n, t in given.items() if names is None or n in names}
+    return arguments | given, wanted
+
+
+def seeds(outputs):
+    """Incoming gradients, the same for every dtype."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+
+
+def gradients(outputs, wanted, incoming=None, **how):
+    outputs = as_tuple(outputs)
+    return torch.autograd.grad(outputs, list(wanted.values()), incoming or seeds(outputs), **how)
+
+
+@every_op(ALL)
+def test_the_gradient_is_the_derivative(op):
+    """gradcheck: against differences of the function itself, in float64, on the public path."""
+    arguments = {n: widened(a) for n, a in full(op).arguments(Inputs(torch.float32)).items()}
+    arguments, wanted = leaves(arguments)
+
+    def function(*values):
+        return op.call(arguments | dict(zip(wanted, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(wanted.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_op(ALL)
+def test_gradients_are_as_close_to_float64_as_those_of_eager(op, dtype):
+    for case in small(op):
+        arguments = case.arguments(Inputs(dtype))
+        narrow, wanted = leaves(arguments)
+        outputs = op.call(narrow)
+        incoming = seeds(as_tuple(outputs))
+        got = gradients(outputs, wanted, incoming)
+        wide, wanted = leaves({n: widened(a) for n, a in arguments.items()})
+        truth = gradients(run(op, op.reference, wide), wanted, [g.double() for g in incoming])
+        eager_leaves, wanted = leaves(arguments)
+        outputs = as_tuple(in_eager(op, eager_leaves))
+        eager = gradients(outputs, wanted, [g.to(o.dtype) for g, o in zip(incoming, outputs)])
+        as_good_as_eager(got, truth, eager)
+
+
+@every_op(ALL)
+def test_a_second_backward_gives_the_same_and_leaves_what_was_saved_alone(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    arguments, wanted = leaves(arguments)
+    before = {n: t.detach().clone() for n, t in tensors(arguments).items()}
+    outputs = op.call(arguments)
+    values = [o.detach().clone() for o in as_tuple(outputs)]
+    first = [g.clone() for g in gradients(outputs, wanted, retain_graph=True)]
+    second = gradients(outputs, wanted)
+    assert all(map(torch.equal, first, second))
+    assert all(torch.equal(before[n], t) for n, t in tensors(arguments).items())
+    assert all(map(torch.equal, values, as_tuple(outputs)))
+
+
+@every_op(ALL)
+def test_one_gradient_alone_is_that_of_all_together(op):
+    """Weight-only, input-only: each argument by itself."""
+    arguments = full(op).arguments(Inputs(torch.float32))
+    all_leaves, wanted = leaves(arguments)
+    together = dict(zip(wanted, gradients(op.call(all_leaves), wanted), strict=True))
+    for name, expected in together.items():
+        alone, wanted = leaves(arguments, {name})
+        (got,) = gradients(op.call(alone), wanted)
+        assert torch.equal(got, expected), name
+
+
+@every_op(ALL)
+def test_an_expanded_gradient_is_read_as_what_it_says(op):
+    """sum().backward() hands in one element with stride 0."""
+    arguments = full(op).arguments(Inputs(torch.float32))
+    summed, wanted = leaves(arguments)
+    torch.stack([o.sum() for o in as_tuple(op.call(summed))]).sum().backward()
+    dense, other = leaves(arguments)
+    outputs = as_tuple(op.call(dense))
+    expected = gradients(outputs, other, [torch.ones_like(o) for o in outputs])
+    assert all(map(torch.equal, [t.grad for t in wanted.values()], expected))
+
+
+@every_op(ALL)
+def test_an_input_used_twice_gets_the_sum(op):
+    """Residual fan-out: the input goes on beside the op."""
+    arguments, wanted = leaves(full(op).arguments(Inputs(torch.float32)))
+    first = next(iter(wanted))
+    (alone, *_) = gradients(op.call(arguments), wanted)
+    outputs = as_tuple(op.call(arguments))
+    beside = arguments[first] * 2
+    (got, *_) = torch.autograd.grad(
+        (*outputs, beside), list(wanted.values()), [*seeds(outputs), torch.ones_like(beside)]
+    )
+    assert torch.equal(got, alone + 2)
+
+
+@every_op(ALL)
+def test_an_output_left_out_of_the_loss_counts_as_zero(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    given, wanted = leaves(arguments)
+    outputs = as_tuple(op.call(given))
+    if len(outputs) == 1:
+        pytest.skip("one output")
+    for used in range(len(outputs)):
+        given, wanted = leaves(arguments)
+        outputs = as_tuple(op.call(given))
+        incoming = seeds(outputs)
+        got = gradients(outputs[used], wanted, [incoming[used]], allow_unused=True)
+        given, wanted = leaves(arguments)
+        zeroed = [g if i == used else torch.zeros_like(g) for i, g in enumerate(incoming)]
+        expected = gradients(op.call(given), wanted, zeroed)
+        for name, g, e in zip(wanted, got, expected, strict=True):
+            assert torch.equal(torch.zeros_like(e) if g is None else g, e), name
+
+
+@every_op(ALL)
+def test_no_grad_records_nothing(op):
+    arguments, _ = leaves(full(op).arguments(Inputs(torch.float32)))
+    with torch.no_grad():
+        outputs = as_tuple(op.call(arguments))
+    assert not any(o.requires_grad or o.grad_fn is not None for o in outputs)
+    detached = {n: a.detach() if n in tensors(arguments) else a for n, a in arguments.items()}
+    assert all(map(torch.equal, outputs, as_tuple(op.call(detached))))
+
+
+@every_op(ALL)
+def test_recording_changes_no_bit_of_the_result(op):
+    arguments = full(op).arguments(Inputs(torch.bfloat16))
+    recorded, _ = leaves(arguments)
+    outputs = as_tuple(op.call(recorded))
+    assert all(o.requires_grad for o in outputs)
+    assert all(map(torch.equal, outputs, as_tuple(op.call(arguments))))
+
+
+@every_op(ALL)
+def test_empty_tensors_have_empty_gradients(op):
+    empty = [
+        c for c in small(op)
+        if not all(t.numel() for t in tensors(c.arguments(Inputs(torch.float32))).values())
+    ]  # fmt: skip
+    for case in empty:
+        arguments, wanted = leaves(case.arguments(Inputs(torch.float32)))
+        for t, g in zip(
+            wanted.values(), gradients(op.call(arguments), wanted, materialize_grads=True), strict=True
+        ):
+            assert g.shape == t.shape
+            assert not g.count_nonzero(), "what no row touches has no gradient"
+
+
+@pytest.mark.usefixtures("rounding_interpreter")
+@every_op([op for op in OPS if "triton" in op.backends])
+def test_a_kernel_has_the_gradient_of_the_reference(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    kernel, wanted = leaves(arguments)
+    got = gradients(op.call(kernel, backend="triton"), wanted)
+    plain, wanted = leaves(arguments)
+    expected = gradients(op.call(plain, backend="torch"), wanted)
+    assert all(map(torch.equal, got, expected))
+
+
+@every_op([op for op in OPS if op.inplace])
+def test_inplace_is_refused_where_autograd_records(op):
+    arguments, _ = leaves(full(op).arguments(Inputs(torch.float32)))
+    with pytest.raises(ValueError, match=f"^{op.name}: inplace=True cannot be recorded"):
+        op.call(arguments, inplace=True)

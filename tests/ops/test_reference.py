@@ -1,0 +1,29 @@
+"""The references are right: in every dtype as close to float64 as eager PyTorch is."""
+
+import pytest
+import torch
+from declared import DTYPES, every_case, every_chain
+from numerics import as_tuple, hold_case, run
+
+from kernelwright.ops.case import Inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_case()
+def test_the_reference_is_as_close_to_float64_as_eager(op, case, dtype):
+    hold_case(op, case, dtype, lambda arguments: op.call(arguments, backend="torch"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_chain()
+def test_exact_on_the_cpu_is_the_eager_chain_and_computes_what_the_reference_does(
+    op, case, chain, dtype
+):
+    arguments = case.arguments(Inputs(dtype))
+    eager = as_tuple(run(op, op.exact[chain], arguments))
+    if any(e.dtype != dtype for e in eager):
+        with pytest.raises(ValueError, match=f"^{op.name}: exact is '{chain}'.* promotes"):
+            op.call(arguments, exact=chain)
+        return
+    got = hold_case(op, case, dtype, lambda arguments: op.call(arguments, exact=chain))
+    assert all(map(torch.equal, as_tuple(got), eager))
