@@ -26,10 +26,15 @@ def invoke(*args):
     return CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
 
 
-def pretend_smi(monkeypatch, listed=SMI_GPUS, apps=SMI_APPS):
+def pretend_smi(monkeypatch, listed=SMI_GPUS, apps=SMI_APPS, fails=""):
     """Put an nvidia-smi in the doctor's way."""
+    run = subprocess.run
 
-    def answer(command, **_):
+    def answer(command, **how):
+        if command[0] != "nvidia-smi":
+            return run(command, **how)
+        if fails:
+            raise subprocess.CalledProcessError(9, command, output=fails)
         text = listed if "query-gpu" in command[1] else apps
         return subprocess.CompletedProcess(command, 0, stdout=text, stderr="")
 
@@ -136,11 +141,7 @@ def test_doctor_tells_idle_gpus_from_busy_ones(monkeypatch):
 
 
 def test_doctor_survives_a_broken_nvidia_smi(monkeypatch):
-    def fail(command, **_):
-        raise subprocess.CalledProcessError(9, command, output="NVIDIA-SMI has failed\n")
-
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(gpus.subprocess, "run", fail)
+    pretend_smi(monkeypatch, fails="NVIDIA-SMI has failed\n")
     assert doctor.examine().driver is None
 
 

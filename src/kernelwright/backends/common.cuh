@@ -107,7 +107,8 @@ template <int DIMS> struct RowIndex {
 };
 
 // A row of N elements over THREADS threads: thread t holds the vectors t, t + THREADS, ...
-template <int N, int V, int THREADS> struct Spread {
+template <int N_, int V_, int THREADS_> struct Spread {
+  static constexpr int N = N_, V = V_, THREADS = THREADS_;
   static_assert(N % V == 0, "a vector must not cross the end of a row");
   static constexpr int VECTORS = N / V, K = divide_up(VECTORS, THREADS);
   static constexpr bool FULL = VECTORS % THREADS == 0;

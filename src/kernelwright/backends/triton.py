@@ -115,6 +115,8 @@ class TritonLaunch:
                 signature[name] = "fp32"
             else:
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % 16 == 0 and not self.kernel.params[i].do_not_specialize:
+                    divisible[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(
             self.kernel,
             signature={n: signature[n] for n in names},

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 NAMESPACE = "kernelwright"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-# every op also takes the chain to reproduce and the backend, so that a graph keeps both
-_HOW = 'str exact="", str backend="auto"'
+# every op also takes the chain to reproduce and the backend, so that a graph keeps both; an empty
+# backend is the one of the `use_backend` around the graph when it runs
+_HOW = 'str exact="", str backend=""'
 
 
 def argument_names(name: str, schema: str) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ def register(op: Op) -> Callable[..., Any]:
 
     def fake(*values: Any) -> Any:
         *args, exact, backend = values
-        op.validate(tuple(args), None, exact or None, backend)
+        op.validate(tuple(args), None, exact or None, backend or "auto")
         outs = op.allocate(*args)
         return outs[0] if len(outs) == 1 else outs
 
@@ -65,7 +66,7 @@ def register_inplace(op: Op) -> Callable[..., Any]:
 
     def fake(*values: Any) -> None:
         *args, exact, backend = values
-        op.validate(tuple(args), None, exact or None, backend, True)
+        op.validate(tuple(args), None, exact or None, backend or "auto", True)
 
     _library.impl(f"{op.name}_", _with_defaults(op, run), "CompositeExplicitAutograd")
     torch.library.register_fake(
@@ -88,7 +89,10 @@ def _register_gradient(op: Op, qualified: str, arguments: list[str]) -> None:
             outs = op.reference(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
         sources = [a for a, w in zip(leaves, wanted, strict=True) if w]
-        got = torch.autograd.grad(outs, sources, grads, allow_unused=True)
+        # an output may not depend on what is wanted: a residual sum on the weight
+        reached = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad]
+        ends, incoming = [o for o, _ in reached], [g for _, g in reached]
+        got = torch.autograd.grad(ends, sources, incoming, allow_unused=True)
         taken = {g.untyped_storage().data_ptr() for g in grads}
         return [_own(g, s, taken) for g, s in zip(got, sources, strict=True)]
 
@@ -142,7 +146,7 @@ def _name(argument: str) -> str:
 def _with_defaults(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     """The dispatcher drops trailing arguments that hold their default; put them back."""
     schema = torch._C.parse_schema(f"{NAMESPACE}::{op.name}{op.schema}")
-    defaults = [a.default_value for a in schema.arguments] + ["", "auto"]
+    defaults = [a.default_value for a in schema.arguments] + ["", ""]
 
     def call(*values: Any) -> Any:
         return function(*values, *defaults[len(values) :])

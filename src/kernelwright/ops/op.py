@@ -34,6 +34,10 @@ MAX_PLANS = 4096
 
 _registry: dict[str, Op | Composite] = {}
 _backend: ContextVar[str] = ContextVar("kernelwright_backend", default="auto")
+# Dynamo cannot trace a ContextVar: a graph either sits inside `use_backend`, which then is on this
+# stack while it is traced, or asks what surrounds it each time it runs
+_traced_backends: list[str] = []
+SURROUNDING = ""
 
 
 class Kernels(Protocol):
@@ -106,10 +110,12 @@ class Op:
         backend: str | None = None,
         inplace: bool = False,
     ) -> Any:
+        if torch.compiler.is_compiling():
+            if backend is None:
+                backend = _traced_backends[-1] if _traced_backends else SURROUNDING
+            return self._traced(args, out, exact, backend, inplace)
         if backend is None:
             backend = _backend.get()
-        if torch.compiler.is_compiling():
-            return self._traced(args, out, exact, backend, inplace)
         grad = torch.is_grad_enabled()
         for a in args:
             if isinstance(a, Tensor) and (type(a) not in PLAIN or (grad and a.requires_grad)):
@@ -120,6 +126,8 @@ class Op:
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str, inplace: bool
     ) -> Any:
         """Run on real tensors, below autograd: find the plan of this signature and follow it."""
+        if backend == SURROUNDING:
+            backend = _backend.get()
         key: list[Any] = [exact, backend, inplace]
         for a in args:
             if isinstance(a, Tensor):
@@ -223,7 +231,8 @@ class Op:
                 out = tuple(args[i] for i in changed)
                 out = out if len(out) > 1 else out[0]
             if out is None:
-                return result
+                # with every part absent a chain may hand back its input; an op returns new memory
+                return result.clone() if any(result is a for a in args) else result
             if not isinstance(out, tuple):
                 return out.copy_(result)
             return tuple(
@@ -447,6 +456,13 @@ def use_backend(backend: str) -> Any:
     """
     if backend not in BACKENDS:
         raise ValueError(f"use_backend: backend is {backend!r}, expected one of {BACKENDS}")
+    if torch.compiler.is_compiling():
+        _traced_backends.append(backend)
+        try:
+            yield
+        finally:
+            _traced_backends.pop()
+        return
     token = _backend.set(backend)
     try:
         yield

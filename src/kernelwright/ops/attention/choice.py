@@ -88,7 +88,7 @@ def choose(request: Request, backend: str = "auto") -> Choice:
         return Choice(backend, "asked for by name")
     if request.device.type != "cuda":
         return Choice("torch", f"tensors on {request.device.type}: PyTorch's own")
-    refused = []
+    refused: list[str] = []
     for name, reason in _order(request):
         why_not = problem(name, request)
         if name in request.disabled:

@@ -131,7 +131,7 @@ def plan(call: Call) -> TritonLaunch:
             "MASK_COLUMNS": mask_column != 0,
             "CAUSAL": bool(call["causal"]),
             "POSITIVE": scale > 0,
-            "EMULATE": interpreting() and query.dtype == torch.bfloat16,
+            "WIDEN": interpreting() and query.dtype == torch.bfloat16,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -36,14 +36,6 @@ def load_rows(
 
 
 @triton.jit
-def rounded_to_bfloat16(b_x):
-    """float32 values to the nearest bfloat16, kept as float32."""
-    b_bits = b_x.to(tl.uint32, bitcast=True)
-    b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000
-    return b_bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def attend(
     b_q,
     b_out,
@@ -71,7 +63,7 @@ def attend(
     MASK_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
     POSITIVE: tl.constexpr,
-    EMULATE: tl.constexpr,
+    WIDEN: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     """Fold keys first..last into the running maximum, sum and output of a block of queries."""
@@ -83,7 +75,7 @@ def attend(
         m_k = o_k < keys
         o_row = o_k.to(tl.int64)[:, None]
         b_k = load_rows(p_k + (o_row * stride_k + o_d[None, :]), m_k, o_d, D, BD, EDGE)
-        if EMULATE:
+        if WIDEN:
             b_k = b_k.to(tl.float32)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
 
@@ -131,10 +123,10 @@ def attend(
         b_out = b_out * b_decay[:, None]
 
         b_v = load_rows(p_v + (o_row * stride_v + o_e[None, :]), m_k, o_e, E, BE, EDGE)
-        if EMULATE:
-            b_p = rounded_to_bfloat16(b_p)
-            b_v = b_v.to(tl.float32)
         b_p = b_p.to(b_v.dtype)
+        if WIDEN:
+            b_p = b_p.to(tl.float32)
+            b_v = b_v.to(tl.float32)
         b_out = tl.dot(b_p, b_v, b_out, input_precision="ieee")
     return b_out, b_max, b_sum
 
@@ -180,12 +172,12 @@ def attention_kernel(
     MASK_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr,
     POSITIVE: tl.constexpr,
-    EMULATE: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """softmax(query @ key^T * scale + mask) @ value for rows i_q * BQ .. of one head.
 
-    `scale` is in log2 units unless the mask is a float one. EMULATE is bfloat16 by way of float32,
-    for Triton's interpreter, which multiplies its bits as integers and cuts where a GPU rounds.
+    `scale` is in log2 units unless the mask is a float one. WIDEN multiplies bfloat16 as float32,
+    for Triton's interpreter, which multiplies its bits as integers.
     """
     i_p = tl.program_id(0)
     blocks = tl.cdiv(queries, BQ)
@@ -218,7 +210,7 @@ def attention_kernel(
     m_q = o_q < queries
     p_q = p_q + (o_row * stride_q + o_d[None, :])
     b_q = load_rows(p_q, m_q, o_d, D, BD, True)
-    if EMULATE:
+    if WIDEN:
         b_q = b_q.to(tl.float32)
     b_out = tl.zeros([BQ, BE], dtype=tl.float32)
     b_max = tl.full([BQ], float("-inf"), dtype=tl.float32)
@@ -234,18 +226,16 @@ def attention_kernel(
     b_out, b_max, b_sum = attend(
         b_q, b_out, b_max, b_sum, p_k, p_v, p_mask, scale,
         stride_k, stride_v, stride_m, 0, inside, queries, keys, o_q, D, E, BK, BD, BE,
-        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, EMULATE, False,
+        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, WIDEN, False,
     )  # fmt: skip
     b_out, b_max, b_sum = attend(
         b_q, b_out, b_max, b_sum, p_k, p_v, p_mask, scale,
         stride_k, stride_v, stride_m, inside, last, queries, keys, o_q, D, E, BK, BD, BE,
-        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, EMULATE, True,
+        MASK, MASK_ROWS, MASK_COLUMNS, CAUSAL, POSITIVE, WIDEN, True,
     )  # fmt: skip
 
     # a row that saw no key has sum 0 and output 0
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-    if EMULATE:
-        b_out = rounded_to_bfloat16(b_out)
     p_out = out + (i_b * stride_out_b + i_h * stride_out_h) * UNIT
     p_out = p_out + (o_row * stride_o + o_e[None, :])
     m_out = m_q[:, None] & (o_e < E)[None, :]

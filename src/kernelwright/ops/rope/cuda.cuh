@@ -5,7 +5,8 @@
 //   y = (a cos - b sin, b cos + a sin)
 //
 // A row is a head, or all heads of a token when the norm runs across them; its rotation repeats
-// every D elements. Blocks past the query's work on the key.
+// every D elements. Blocks of query and key alternate in the ratio of their rows, so that both meet
+// a token's table while it is in the cache.
 #pragma once
 #include "ops/row/norms.cuh"
 
@@ -16,14 +17,29 @@ struct RopeArgs {
   void *q_out, *k_out;
   Place at_query, at_key, at_q_cos, at_k_cos, at_q_sin, at_k_sin, at_q_out, at_k_out;
   Rows q_rows, k_rows;
-  unsigned q_blocks;
+  unsigned q_blocks, q_share;  // q_share query blocks to a key block; 0: all query blocks first
   float eps, q_factor, k_factor;
 };
 
 enum Layout { INTERLEAVED, HALF, UNROTATED };
 
-template <int N_, int V_, int THREADS_> struct RopeShape : Spread<N_, V_, THREADS_> {
-  static constexpr int N = N_, V = V_, THREADS = THREADS_;
+// What a thread reads beside its row: weights, and the table columns of its vector.
+template <class W, class C, int V, int A, int LAYOUT, bool HALF_TABLE, bool WEIGHTED> struct RopeOperands {
+  static constexpr int T = LAYOUT == INTERLEAVED && HALF_TABLE ? V / 2 : V;
+  Vec<W, V, A> weight;
+  Vec<C, T, A> cos, sin;
+  // element i's column of the table
+  static __device__ __forceinline__ constexpr int column(int i) { return T == V ? i : i / 2; }
+  __device__ __forceinline__ void load(const W* w, const C* co, const C* si, int c, int D) {
+    if constexpr (WEIGHTED) weight.load(w + c);
+    if constexpr (LAYOUT != UNROTATED) {
+      int j = c % D;
+      if constexpr (HALF_TABLE) j = LAYOUT == INTERLEAVED ? j / 2 : j % (D / 2);
+      cos.load(co + j);
+      sin.load(si + j);
+    }
+  }
+  static constexpr int BYTES = (WEIGHTED ? V * sizeof(W) : 0) + (LAYOUT == UNROTATED ? 0 : 2 * T * sizeof(C));
 };
 
 // C: dtype of the tables. D: what the rotation repeats over. A: elements that alignment lets move
@@ -34,13 +50,22 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   constexpr int K = S::K, V = S::V, ROWS = BLOCK / S::THREADS;
   static_assert(LAYOUT != INTERLEAVED || V % 2 == 0);
   static_assert(LAYOUT != HALF || (D / 2) % V == 0);
-  __shared__ float shared[Scratch<Norm, BLOCK>::FLOATS];
-  __shared__ float exchange[LAYOUT == HALF ? ROWS : 1][LAYOUT == HALF ? S::N : 1];
+  // a head whose vectors all sit in one thread group swaps halves by shuffles, others through memory
+  constexpr bool SHUFFLED = LAYOUT == HALF && K == 1 && S::N == D && S::FULL && S::THREADS <= 32;
+  constexpr bool EXCHANGED = LAYOUT == HALF && !SHUFFLED;
+  __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
+  __shared__ float exchange[EXCHANGED ? ROWS : 1][EXCHANGED ? S::N : 1];
 
-  const bool second = blockIdx.x >= a.q_blocks;
+  bool second = blockIdx.x >= a.q_blocks;
+  unsigned block = second ? blockIdx.x - a.q_blocks : blockIdx.x;
+  if (a.q_share) {
+    const unsigned group = blockIdx.x / (a.q_share + 1), member = blockIdx.x % (a.q_share + 1);
+    second = member == a.q_share;
+    block = second ? group : group * a.q_share + member;
+  }
   const Rows& rows = second ? a.k_rows : a.q_rows;
   const int slot = threadIdx.x / S::THREADS;
-  const i64 number = (i64)(blockIdx.x - (second ? a.q_blocks : 0)) * ROWS + slot;
+  const i64 number = (i64)block * ROWS + slot;
   const bool live = number < rows.count;
   const RowIndex<DIMS> at(live ? number : rows.count - 1, rows);
   const X* x = (const X*)(second ? a.key : a.query) + at.offset(second ? a.at_key : a.at_query);
@@ -49,65 +74,76 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   const C* sin = (const C*)a.sin + at.offset(second ? a.at_k_sin : a.at_q_sin);
   X* y = (X*)(second ? a.k_out : a.q_out) + at.offset(second ? a.at_k_out : a.at_q_out);
 
+  using Operands = RopeOperands<W, C, V, A, LAYOUT, HALF_TABLE, WEIGHTED>;
+  constexpr bool EARLY = K * Operands::BYTES <= 320;
   Vec<X, V, A> held[K];
+  Operands early[EARLY ? K : 1];
 #pragma unroll
   for (int k = 0; k < K; k++)
     if (S::inside(k)) held[k].load(x + S::vector(k) * V);
+  if constexpr (EARLY) {
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      if (S::inside(k)) early[k].load(weight, cos, sin, S::vector(k) * V, D);
+  }
 
   Norm norm;
   norm.template measure<S>([&](int k, int i) { return held[k].get(i); }, a.eps, second ? a.k_factor : a.q_factor,
                            shared);
-  auto normed = [&](int k, int i, const Vec<W, V, A>& w) {
-    return norm.template apply<Round>(held[k].get(i), WEIGHTED, WEIGHTED ? w.get(i) : 1.f, false, 0.f);
+  auto operands = [&](int k) {
+    if constexpr (EARLY) return early[k];
+    Operands late;
+    late.load(weight, cos, sin, S::vector(k) * V, D);
+    return late;
+  };
+  auto normed = [&](int k, int i, const Operands& with) {
+    return norm.template apply<Round>(held[k].get(i), WEIGHTED, WEIGHTED ? with.weight.get(i) : 1.f, false, 0.f);
   };
 
-  if constexpr (LAYOUT == HALF) {  // partners sit in other threads
+  if constexpr (EXCHANGED) {
 #pragma unroll
     for (int k = 0; k < K; k++)
       if (S::inside(k)) {
-        const int c = S::vector(k) * V;
-        Vec<W, V, A> w;
-        if constexpr (WEIGHTED) w.load(weight + c);
+        const Operands with = operands(k);
 #pragma unroll
-        for (int i = 0; i < V; i++) exchange[slot][c + i] = normed(k, i, w);
+        for (int i = 0; i < V; i++) exchange[slot][S::vector(k) * V + i] = normed(k, i, with);
       }
     if constexpr (S::THREADS > 32) __syncthreads(); else __syncwarp();
   }
-  if (!live) return;
 #pragma unroll
   for (int k = 0; k < K; k++)
     if (S::inside(k)) {
-      const int c = S::vector(k) * V, j = c % D;
+      const int c = S::vector(k) * V;
+      const Operands with = operands(k);
       Vec<X, V, A> o;
-      Vec<W, V, A> w;
-      if constexpr (WEIGHTED && LAYOUT != HALF) w.load(weight + c);
       if constexpr (LAYOUT == UNROTATED) {
 #pragma unroll
-        for (int i = 0; i < V; i++) o.set(i, normed(k, i, w));
+        for (int i = 0; i < V; i++) o.set(i, normed(k, i, with));
       } else if constexpr (LAYOUT == INTERLEAVED) {
-        constexpr int T = HALF_TABLE ? V / 2 : V, STEP = HALF_TABLE ? 1 : 2, NEXT = HALF_TABLE ? 0 : 1;
-        Vec<C, T, A> co, si;
-        co.load(cos + j * T / V);
-        si.load(sin + j * T / V);
 #pragma unroll
-        for (int p = 0; p < V / 2; p++) {
-          const float e = normed(k, 2 * p, w), f = normed(k, 2 * p + 1, w);
-          o.set(2 * p, Turn::add(Turn::mul(e, co.get(STEP * p)), Turn::mul(-f, si.get(STEP * p))));
-          o.set(2 * p + 1, Turn::add(Turn::mul(f, co.get(STEP * p + NEXT)), Turn::mul(e, si.get(STEP * p + NEXT))));
+        for (int i = 0; i < V; i += 2) {
+          const int ci = Operands::column(i), cj = Operands::column(i + 1);
+          const float e = normed(k, i, with), f = normed(k, i + 1, with);
+          o.set(i, Turn::add(Turn::mul(e, with.cos.get(ci)), Turn::mul(-f, with.sin.get(ci))));
+          o.set(i + 1, Turn::add(Turn::mul(f, with.cos.get(cj)), Turn::mul(e, with.sin.get(cj))));
         }
       } else {
-        const bool front = j < D / 2;
-        const int column = HALF_TABLE && !front ? j - D / 2 : j, partner = front ? c + D / 2 : c - D / 2;
-        Vec<C, V, A> co, si;
-        co.load(cos + column);
-        si.load(sin + column);
+        const bool front = c % D < D / 2;
+        const int partner = front ? c + D / 2 : c - D / 2;
 #pragma unroll
         for (int i = 0; i < V; i++) {
-          const float own = exchange[slot][c + i], other = exchange[slot][partner + i];
-          o.set(i, Turn::add(Turn::mul(own, co.get(i)), Turn::mul(front ? -other : other, si.get(i))));
+          float own, other;
+          if constexpr (SHUFFLED) {
+            own = normed(k, i, with);
+            other = __shfl_xor_sync(~0u, own, S::THREADS / 2);
+          } else {
+            own = exchange[slot][c + i];
+            other = exchange[slot][partner + i];
+          }
+          o.set(i, Turn::add(Turn::mul(own, with.cos.get(i)), Turn::mul(front ? -other : other, with.sin.get(i))));
         }
       }
-      o.store(y + c);
+      if (live) o.store(y + c);
     }
 }
 

@@ -9,7 +9,7 @@ import torch
 
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
-from ..row.cuda import free_threads, mean_block, played_threads
+from ..row.cuda import free_threads, mean_threads, played_threads
 from ..rows import Rows, vector_width
 from .kernel import RopeCall
 
@@ -54,7 +54,7 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
     if weighted != (rope.tensors["k_weight"] is not None) and k_rows is not None:
         raise Unsupported("query and key need a weight each, or neither")
     types = ", ".join(TYPES[t] for t in (dtype, rope.dtype("q_weight", "k_weight"), table))
-    shape = f"kernelwright::RopeShape<{width}, {vector}, {threads}>"
+    shape = f"kernelwright::Spread<{width}, {vector}, {threads}>"
     return CudaLaunch(
         source="ops/rope/cuda.cuh",
         template=f"kernelwright::rope<{types}, {shape}, {min(moved, vector)}, {block}, {dims}, "
@@ -65,7 +65,7 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
         grid=q_blocks + k_blocks,
         block=block,
         pointers=rope.pointers,
-        layout="24q7I3f",
+        layout="24q8I3f",
         scalars=(
             *strides,
             q_rows.count,
@@ -73,6 +73,7 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
             both[1].count,
             *k_sizes[1:],
             q_blocks,
+            q_blocks // k_blocks if k_blocks and q_blocks % k_blocks == 0 else 0,
             rope.eps,
             *factors,
         ),
@@ -98,17 +99,17 @@ def _policies(
         raise Unsupported("eager would promote the rows by their weights")
     rounding = f"Each<{TYPES[dtype]}>"
     if chain == "transformers":
-        blocks = {mean_block(width, r.count) for r in rows if r.count}
-        if len(blocks) > 1:
+        orders = {mean_threads(width, r.count) for r in rows if r.count}
+        if len(orders) > 1:
             raise Unsupported("at::mean sums so few query and key rows in different orders")
-        threads, vector = blocks.pop()
+        threads, vector, norm = orders.pop()
         if vector == 1 and rope.rotates and rope.layout == "interleaved":
             raise Unsupported(f"at::mean reads rows of {width} one element at a time, pairs are two")
         factors = tuple(
             float(np.float32(r.count) / np.float32(max(1, r.count * width))) for r in rows
         )
-        return "MeanRms", rounding, turn, threads, vector, factors  # type: ignore[return-value]
+        return norm, rounding, turn, threads, vector, factors  # type: ignore[return-value]
     if width % 4:
         raise Unsupported(f"width {width} is no multiple of 4: PyTorch sums it in another order")
-    return "TorchRms", rounding, turn, played_threads(width, dtype), 4, (0.0, 0.0)
+    return "TorchRms", rounding, turn, played_threads(width), 4, (0.0, 0.0)
 

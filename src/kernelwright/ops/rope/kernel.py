@@ -112,11 +112,17 @@ class RopeCall:
             raise Unsupported(f"key rows are {x.shape[-1]} wide, query rows {self.width}")
         if self.width > MAX_WIDTH:
             raise Unsupported(f"width {self.width}; kernels hold rows of up to {MAX_WIDTH}")
-        cos, sin = (
-            None if t is None else over_rows(t, x)
-            for t in (self.tensors["cos"], self.tensors["sin"])
-        )
-        return rows_of(x.shape, [x, cos, sin, out])
+        tables = [self.tensors["cos"], self.tensors["sin"]]
+        cos, sin = (None if t is None else over_rows(t, x) for t in tables)
+        if cos is None or sin is None:
+            return rows_of(x.shape, [x, None, None, out])
+        # rows that share a table line follow each other, so the line is fetched once: at LTX's
+        # 2x2688x2048 the tables are as large as the query
+        lead = x.shape[:-1]
+        cos, sin = (t.expand(*lead, t.shape[-1]) for t in (cos, sin))
+        order = sorted(range(len(lead)), key=lambda d: cos.stride(d) == 0)
+        placed = [None if t is None else t.permute(*order, -1) for t in (x, cos, sin, out)]
+        return rows_of([lead[d] for d in order] + [x.shape[-1]], placed)
 
 
 def _merge_heads(t: Tensor, place: str) -> Tensor:

@@ -23,8 +23,21 @@ struct RowArgs {
   float eps, factor;
 };
 
-template <int N_, int V_, int THREADS_> struct RowShape : Spread<N_, V_, THREADS_> {
-  static constexpr int N = N_, V = V_, THREADS = THREADS_;
+// What a thread reads beside its row. Loaded before the norm is measured where registers allow: the
+// loads then run under the reduction.
+template <class W, class M, class S, unsigned PARTS> struct Beside {
+  Vec<W, S::V> weight, bias;
+  Vec<M, S::V> scale, shift, out_gate;
+  __device__ __forceinline__ void load(const W* w, const W* b, const M* sc, const M* sh, const M* g, int c) {
+    if constexpr (PARTS & WEIGHT) weight.load(w + c);
+    if constexpr (PARTS & BIAS) bias.load(b + c);
+    if constexpr (PARTS & SCALE) scale.load(sc + c);
+    if constexpr (PARTS & SHIFT) shift.load(sh + c);
+    if constexpr (PARTS & OUT_GATE) out_gate.load(g + c);
+  }
+  static constexpr int BYTES = S::K * S::V *
+      (((PARTS & WEIGHT ? 1 : 0) + (PARTS & BIAS ? 1 : 0)) * sizeof(W) +
+       ((PARTS & SCALE ? 1 : 0) + (PARTS & SHIFT ? 1 : 0) + (PARTS & OUT_GATE ? 1 : 0)) * sizeof(M));
 };
 
 // X, W, M: dtypes of the row, of weight and bias, of scale, shift and gates
@@ -33,7 +46,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
   constexpr int K = S::K, V = S::V;
   // rows too long for registers are read again from the cache
   constexpr bool HELD = K * V * sizeof(X) <= 512;
-  __shared__ float shared[Scratch<Norm, BLOCK>::FLOATS];
+  __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
 
   const i64 number = (i64)blockIdx.x * (BLOCK / S::THREADS) + threadIdx.x / S::THREADS;
   const bool live = number < a.rows.count;
@@ -76,34 +89,38 @@ __device__ __forceinline__ void row(const RowArgs& a) {
     if (live || !(PARTS & RESIDUAL)) v.load((PARTS & RESIDUAL ? (const X*)sum : x) + S::vector(k) * V);
     return v;
   };
-  Norm norm;
-  norm.template measure<S>([&](int k, int i) { return element(k).get(i); }, a.eps, a.factor, shared);
-  if (!live) return;
-
   const W *weight = (const W*)a.weight, *bias = (const W*)a.bias;
   const M* scale = (const M*)a.scale + at.offset(a.at_scale);
   const M* shift = (const M*)a.shift + at.offset(a.at_shift);
   const M* out_gate = (const M*)a.out_gate + at.offset(a.at_out_gate);
+  using Operands = Beside<W, M, S, PARTS>;
+  constexpr bool EARLY = HELD && Operands::BYTES <= 192;
+  Operands early[EARLY ? K : 1];
+  if constexpr (EARLY) {
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      if (S::inside(k)) early[k].load(weight, bias, scale, shift, out_gate, S::vector(k) * V);
+  }
+
+  Norm norm;
+  norm.template measure<S>([&](int k, int i) { return element(k).get(i); }, a.eps, a.factor, shared);
+  if (!live) return;
+
   X* y = (X*)a.y + at.offset(a.at_y);
 #pragma unroll
   for (int k = 0; k < K; k++)
     if (S::inside(k)) {
       const int c = S::vector(k) * V;
       Vec<X, V> v = element(k), o;
-      Vec<W, V> w, b;
-      Vec<M, V> sc, sh, g;
-      if constexpr (PARTS & WEIGHT) w.load(weight + c);
-      if constexpr (PARTS & BIAS) b.load(bias + c);
-      if constexpr (PARTS & SCALE) sc.load(scale + c);
-      if constexpr (PARTS & SHIFT) sh.load(shift + c);
-      if constexpr (PARTS & OUT_GATE) g.load(out_gate + c);
+      Operands with;
+      if constexpr (EARLY) with = early[k]; else with.load(weight, bias, scale, shift, out_gate, c);
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        float f = norm.template apply<Round>(v.get(i), PARTS & WEIGHT, PARTS & WEIGHT ? w.get(i) : 1.f,
-                                             PARTS & BIAS, PARTS & BIAS ? b.get(i) : 0.f);
-        if constexpr (PARTS & SCALE) f = Round::mul(f, Round::template one_plus<M>(sc.get(i)));
-        if constexpr (PARTS & SHIFT) f = Round::add(f, sh.get(i));
-        if constexpr (PARTS & OUT_GATE) f = Round::mul(f, g.get(i));
+        float f = norm.template apply<Round>(v.get(i), PARTS & WEIGHT, PARTS & WEIGHT ? with.weight.get(i) : 1.f,
+                                             PARTS & BIAS, PARTS & BIAS ? with.bias.get(i) : 0.f);
+        if constexpr (PARTS & SCALE) f = Round::mul(f, Round::template one_plus<M>(with.scale.get(i)));
+        if constexpr (PARTS & SHIFT) f = Round::add(f, with.shift.get(i));
+        if constexpr (PARTS & OUT_GATE) f = Round::mul(f, with.out_gate.get(i));
         o.set(i, f);
       }
       o.store(y + c);

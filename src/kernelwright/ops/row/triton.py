@@ -48,21 +48,12 @@ def arrive(x, residual, gate, sum, o_x, o_residual, o_gate, o_sum, o_n, m):
 
 
 @triton.jit
-def leave(
-    b_y, weight, bias, scale, shift, out_gate, y, o_scale, o_shift, o_out_gate, o_y, o_n, m, m_n
-):
-    """y = ((n * weight + bias) * (1 + scale) + shift) * out_gate"""
-    if weight is not None:
-        b_y *= tl.load(weight + o_n, mask=m_n, other=0.0).to(tl.float32)
-    if bias is not None:
-        b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    if scale is not None:
-        b_y *= 1.0 + load(scale, o_scale, o_n, m)
-    if shift is not None:
-        b_y += load(shift, o_shift, o_n, m)
-    if out_gate is not None:
-        b_y *= load(out_gate, o_out_gate, o_n, m)
-    tl.store(y + o_y + o_n, b_y.to(y.dtype.element_ty), mask=m)
+def operand(p, o_row, o_n, m, ABSENT: tl.constexpr):
+    """A block of the operand, or the number that leaves the formula as it is."""
+    if p is not None:
+        return load(p, o_row, o_n, m)
+    else:
+        return ABSENT
 
 
 @triton.jit(do_not_specialize=["rows", "n_middle", "n_inner"])
@@ -142,6 +133,20 @@ def row_kernel(
         b_t = arrive(x, residual, gate, sum, o_x, o_r, o_g, o_sum, o_t, m_row & m_t)
 
     if y is not None:
+        # what is read beside the row is loaded first, so that it arrives under the reduction
+        m_h2 = m_row & m_h
+        b_wh = operand(weight, 0, o_h, m_h, 1.0)
+        b_bh = operand(bias, 0, o_h, m_h, 0.0)
+        b_ch = operand(scale, o_scale, o_h, m_h2, 0.0)
+        b_sh = operand(shift, o_shift, o_h, m_h2, 0.0)
+        b_gh = operand(out_gate, o_og, o_h, m_h2, 1.0)
+        if TAIL > 0:
+            m_t2 = m_row & m_t
+            b_wt = operand(weight, 0, o_t, m_t, 1.0)
+            b_bt = operand(bias, 0, o_t, m_t, 0.0)
+            b_ct = operand(scale, o_scale, o_t, m_t2, 0.0)
+            b_st = operand(shift, o_shift, o_t, m_t2, 0.0)
+            b_gt = operand(out_gate, o_og, o_t, m_t2, 1.0)
         if NORM == "layer":
             b_sum = tl.sum(b_h, 1)
             if TAIL > 0:
@@ -165,13 +170,11 @@ def row_kernel(
             b_h *= b_rstd
             if TAIL > 0:
                 b_t *= b_rstd
-        m = m_row & m_h
-        leave(b_h, weight, bias, scale, shift, out_gate, y, o_scale, o_shift, o_og, o_y, o_h, m, m_h)
+        b_y = ((b_h * b_wh + b_bh) * (1.0 + b_ch) + b_sh) * b_gh
+        tl.store(y + o_y + o_h, b_y.to(y.dtype.element_ty), mask=m_h2)
         if TAIL > 0:
-            m = m_row & m_t
-            leave(
-                b_t, weight, bias, scale, shift, out_gate, y, o_scale, o_shift, o_og, o_y, o_t, m, m_t
-            )
+            b_y = ((b_t * b_wt + b_bt) * (1.0 + b_ct) + b_st) * b_gt
+            tl.store(y + o_y + o_t, b_y.to(y.dtype.element_ty), mask=m_t2)
 
 
 # Elements a program holds and its warps, tuned on H200 at 172032x64, 2x2688x2048 and 4x4096x3072:
