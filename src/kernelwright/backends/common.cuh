@@ -68,23 +68,34 @@ template <class C> struct Each {
   }
 };
 
-// Sum over the THREADS neighbouring threads of a row, the same value in each. The tree pairs
+// Sums over the THREADS neighbouring threads of a row, the same values in each. The tree pairs
 // threads 16, 8, 4, 2, 1 apart inside a warp; addition commutes, so every lane ends on the bits
-// that a shuffle-down would leave in lane 0. `shared` has one float for each warp of the block.
-template <int THREADS> __device__ __forceinline__ float row_sum(float v, float* shared) {
+// that a shuffle-down would leave in lane 0. `shared` has a float for each warp of the block and sum.
+template <int THREADS, int SUMS> __device__ __forceinline__ void row_sums(float (&v)[SUMS], float* shared) {
 #pragma unroll
-  for (int o = smaller(THREADS, 32) / 2; o > 0; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+  for (int o = smaller(THREADS, 32) / 2; o > 0; o /= 2)
+#pragma unroll
+    for (int s = 0; s < SUMS; s++) v[s] += __shfl_xor_sync(~0u, v[s], o);
   if constexpr (THREADS > 32) {
     constexpr int WARPS = THREADS / 32;
-    const int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) shared[warp] = v;
-    __syncthreads();
-    const float* row = shared + warp / WARPS * WARPS;
-    v = row[0];
+    const int warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
+    if (threadIdx.x % 32 == 0)
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) v += row[w];
+      for (int s = 0; s < SUMS; s++) shared[warp * SUMS + s] = v[s];
+    __syncthreads();
+#pragma unroll
+    for (int s = 0; s < SUMS; s++) {
+      v[s] = shared[first * SUMS + s];
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) v[s] += shared[(first + w) * SUMS + s];
+    }
   }
-  return v;
+}
+
+template <int THREADS> __device__ __forceinline__ float row_sum(float v, float* shared) {
+  float one[1] = {v};
+  row_sums<THREADS, 1>(one, shared);
+  return one[0];
 }
 
 // Rows lie on up to three dimensions; an operand has a stride for each, zero where it is broadcast.

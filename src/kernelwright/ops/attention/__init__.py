@@ -86,7 +86,7 @@ def _kept(
             (key.shape, key.stride(), key.dtype, key.get_device()),
             (value.shape, value.stride(), value.dtype, value.get_device()),
             # where the tensors begin, as far as 16-byte loads care
-            (query.storage_offset() | key.storage_offset() | value.storage_offset()) & 7,
+            (query.storage_offset() & 7, key.storage_offset() & 7, value.storage_offset() & 7),
             mask is not None
             and (mask.shape, mask.dtype, mask.get_device(), grad and mask.requires_grad),
             grad and (query.requires_grad or key.requires_grad or value.requires_grad),
@@ -163,7 +163,7 @@ def _check(
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
             raise TypeError(f"attention: scale is {scale!r}, expected a number or None")
-        if not abs(scale) < float("inf"):
+        if not -float("inf") < scale < float("inf"):
             raise ValueError(f"attention: scale is {scale!r}, expected a finite number or None")
     if mask is not None:
         _check_mask(mask, query, (batch, heads, queries, keys))

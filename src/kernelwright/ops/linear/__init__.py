@@ -48,6 +48,7 @@ def linear_gelu(
     mixed = isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
     fused = _checked if torch.compiler.is_compiling() else _kept
     if fused(x, weight, bias, approximate, backend, mixed):
+        assert bias is not None
         rows = x.reshape(-1, x.shape[-1])
         out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
         return out.view(*x.shape[:-1], weight.shape[0])

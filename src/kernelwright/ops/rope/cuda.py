@@ -37,7 +37,9 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
     rotated = rope.rotation // 2 if rope.layout == "half" else rope.rotation
     moved = vector_width(rotated, itemsize, moved * itemsize, ()) if rope.rotates else moved
     if vector == 0:
-        vector = max(2, moved)
+        # by the widest operand: a float32 vector of 8 would be two half-used accesses
+        widest = max(itemsize, table.itemsize // (2 if rope.half_table else 1))
+        vector = max(2, min(moved, 16 // widest))
         while vector > 2 and rotated % vector:
             vector //= 2
         threads = free_threads(width, vector)
@@ -46,9 +48,10 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
     if call.exact and rope.norm and vector > moved:
         raise Unsupported("exact order needs rows aligned as PyTorch's vectorised kernel does")
     block = max(128, threads)
-    if rope.layout == "half" and rope.rotates and block // threads * width > MAX_EXCHANGE:
+    each = rows_each(rope, both, vector, threads)
+    if rope.layout == "half" and rope.rotates and block // threads * each * width > MAX_EXCHANGE:
         raise Unsupported(f"rows of {width} are too wide to exchange halves")
-    q_blocks, k_blocks = (-(-r.count // (block // threads)) for r in both)
+    q_blocks, k_blocks = (-(-r.count // (block // threads * each)) for r in both)
     layout = {"interleaved": "INTERLEAVED", "half": "HALF"}[rope.layout]
     weighted = rope.tensors["q_weight"] is not None
     if weighted != (rope.tensors["k_weight"] is not None) and k_rows is not None:
@@ -57,7 +60,7 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
     shape = f"kernelwright::Spread<{width}, {vector}, {threads}>"
     return CudaLaunch(
         source="ops/rope/cuda.cuh",
-        template=f"kernelwright::rope<{types}, {shape}, {min(moved, vector)}, {block}, {dims}, "
+        template=f"kernelwright::rope<{types}, {shape}, {each}, {min(moved, vector)}, {block}, {dims}, "
         f"{rope.rotation}, kernelwright::{layout if rope.rotates else 'UNROTATED'}, "
         f"{str(rope.half_table).lower()}, {str(weighted).lower()}, kernelwright::{norm}, "
         f"kernelwright::{rounding}, kernelwright::{turn}>",
@@ -79,6 +82,17 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
         ),
         alignment=min(16, moved * itemsize),
     )
+
+
+def rows_each(rope: RopeCall, rows: tuple[Rows, Rows], vector: int, threads: int) -> int:
+    """Rows a thread group takes: those that share a table line, while registers last."""
+    if not rope.rotates or rows[0].count < 8192:
+        return 1
+    held = -(-rope.width // (vector * threads)) * vector
+    for each in (4, 2):
+        if each * held <= 32 and all(r.sizes[-1] % each == 0 for r in rows):
+            return each
+    return 1
 
 
 def _policies(

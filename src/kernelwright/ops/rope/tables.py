@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import library
 
 _SCHEMA = (
-    "rope_tables(int num_frames, int height, int width, int dim_t, int dim_h, int dim_w, "
+    "rope_tables(SymInt num_frames, SymInt height, SymInt width, int dim_t, int dim_h, int dim_w, "
     "float theta_t, float theta_h, float theta_w, Device device) -> (Tensor, Tensor)"
 )
 

@@ -329,6 +329,6 @@ def plan(rope: RopeCall, call: Call) -> TritonLaunch:
             "HALF_TABLE": rope.half_table,
             "NORM": rope.norm,
         },
-        num_warps=triton.next_power_of_2(warps),
+        num_warps=1 << (warps.bit_length() - 1),
         alignment=min(16, call.alignment),
     )

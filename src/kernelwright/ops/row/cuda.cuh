@@ -23,108 +23,137 @@ struct RowArgs {
   float eps, factor;
 };
 
-// What a thread reads beside its row. Loaded before the norm is measured where registers allow: the
-// loads then run under the reduction.
-template <class W, class M, class S, unsigned PARTS> struct Beside {
-  Vec<W, S::V> weight, bias;
-  Vec<M, S::V> scale, shift, out_gate;
-  __device__ __forceinline__ void load(const W* w, const W* b, const M* sc, const M* sh, const M* g, int c) {
-    if constexpr (PARTS & WEIGHT) weight.load(w + c);
-    if constexpr (PARTS & BIAS) bias.load(b + c);
-    if constexpr (PARTS & SCALE) scale.load(sc + c);
-    if constexpr (PARTS & SHIFT) shift.load(sh + c);
-    if constexpr (PARTS & OUT_GATE) out_gate.load(g + c);
+// What a thread reads beside its row: one vector of each part that is there.
+template <class W, class M, int V, unsigned PARTS> struct Beside {
+  Vec<W, V> weight, bias;
+  Vec<M, V> scale, shift, out_gate;
+  static constexpr int BYTES = V * (int(bool(PARTS & WEIGHT)) + int(bool(PARTS & BIAS))) * sizeof(W) +
+      V * (int(bool(PARTS & SCALE)) + int(bool(PARTS & SHIFT)) + int(bool(PARTS & OUT_GATE))) * sizeof(M);
+
+  template <class At> __device__ __forceinline__ void load(const RowArgs& a, const At& at, int c) {
+    if constexpr (PARTS & WEIGHT) weight.load((const W*)a.weight + c);
+    if constexpr (PARTS & BIAS) bias.load((const W*)a.bias + c);
+    if constexpr (PARTS & SCALE) scale.load((const M*)a.scale + at.offset(a.at_scale) + c);
+    if constexpr (PARTS & SHIFT) shift.load((const M*)a.shift + at.offset(a.at_shift) + c);
+    if constexpr (PARTS & OUT_GATE) out_gate.load((const M*)a.out_gate + at.offset(a.at_out_gate) + c);
   }
-  static constexpr int BYTES = S::K * S::V *
-      (((PARTS & WEIGHT ? 1 : 0) + (PARTS & BIAS ? 1 : 0)) * sizeof(W) +
-       ((PARTS & SCALE ? 1 : 0) + (PARTS & SHIFT ? 1 : 0) + (PARTS & OUT_GATE ? 1 : 0)) * sizeof(M));
+  // whether two rows read the same of it
+  template <class At> static __device__ __forceinline__ bool shared(const RowArgs& a, const At& p, const At& q) {
+    return (!(PARTS & SCALE) || p.offset(a.at_scale) == q.offset(a.at_scale)) &&
+           (!(PARTS & SHIFT) || p.offset(a.at_shift) == q.offset(a.at_shift)) &&
+           (!(PARTS & OUT_GATE) || p.offset(a.at_out_gate) == q.offset(a.at_out_gate));
+  }
 };
 
-// X, W, M: dtypes of the row, of weight and bias, of scale, shift and gates
-template <class X, class W, class M, class S, int BLOCK, int DIMS, unsigned PARTS, class Norm, class Round>
+// X, W, M: dtypes of the row, of weight and bias, of scale, shift and gates. A thread group takes R
+// neighbouring rows, which mostly share what stands beside them. All loads are issued before the
+// first sum, so that they run under each other and under the reduction.
+template <class X, class W, class M, class S, int R, int BLOCK, int DIMS, unsigned PARTS, class Norm, class Round>
 __device__ __forceinline__ void row(const RowArgs& a) {
-  constexpr int K = S::K, V = S::V;
-  // rows too long for registers are read again from the cache
+  constexpr int K = S::K, V = S::V, GROUPS = BLOCK / S::THREADS;
+  using At = RowIndex<DIMS>;
+  using Operands = Beside<W, M, V, PARTS>;
+  // rows too long for registers are read again from the cache, one at a time
   constexpr bool HELD = K * V * sizeof(X) <= 512;
-  __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
+  constexpr bool EARLY = HELD && K * Operands::BYTES <= 192;
+  constexpr bool ADDED_EARLY = HELD && K * V * (sizeof(X) + sizeof(M)) <= 192;
+  static_assert(HELD || R == 1);
+  constexpr int SCRATCH = Scratch<Norm, S, BLOCK>::FLOATS;
+  __shared__ float shared[R * SCRATCH];
 
-  const i64 number = (i64)blockIdx.x * (BLOCK / S::THREADS) + threadIdx.x / S::THREADS;
-  const bool live = number < a.rows.count;
-  const RowIndex<DIMS> at(live ? number : a.rows.count - 1, a.rows);
-  const X* x = (const X*)a.x + at.offset(a.at_x);
-  X* sum = (X*)a.sum + at.offset(a.at_sum);
-  const M* gate = (const M*)a.gate + at.offset(a.at_gate);
-  const X* residual = (const X*)a.residual + at.offset(a.at_residual);
+  const i64 first = ((i64)blockIdx.x * GROUPS + threadIdx.x / S::THREADS) * R;
+  auto number = [&](int r) { return first + r; };
+  auto live = [&](int r) { return number(r) < a.rows.count; };
+  auto at = [&](int r) { return At(live(r) ? number(r) : a.rows.count - 1, a.rows); };
 
-  Vec<X, V> held[HELD ? K : 1];
+  Vec<X, V> held[R][HELD ? K : 1];
   if constexpr (HELD) {
 #pragma unroll
-    for (int k = 0; k < K; k++)
-      if (S::inside(k)) held[k].load(x + S::vector(k) * V);
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int k = 0; k < K; k++)
+        if (S::inside(k)) held[r][k].load((const X*)a.x + at(r).offset(a.at_x) + S::vector(k) * V);
   }
-  if constexpr (PARTS & RESIDUAL) {
+  Operands early[EARLY ? K : 1];
+  if constexpr (EARLY && (PARTS & NORMED)) {
 #pragma unroll
     for (int k = 0; k < K; k++)
-      if (S::inside(k)) {
-        Vec<X, V> v, r;
-        Vec<M, V> g;
-        if constexpr (HELD) v = held[k]; else v.load(x + S::vector(k) * V);
-        r.load(residual + S::vector(k) * V);
-        if constexpr (PARTS & GATE) g.load(gate + S::vector(k) * V);
+      if (S::inside(k)) early[k].load(a, at(0), S::vector(k) * V);
+  }
+
+  if constexpr (PARTS & RESIDUAL) {
+    Vec<X, V> residual[ADDED_EARLY ? R : 1][ADDED_EARLY ? K : 1];
+    Vec<M, V> gate[ADDED_EARLY ? R : 1][ADDED_EARLY ? K : 1];
+    auto fetch = [&](int r, int k, Vec<X, V>& to, Vec<M, V>& by) {
+      to.load((const X*)a.residual + at(r).offset(a.at_residual) + S::vector(k) * V);
+      if constexpr (PARTS & GATE) by.load((const M*)a.gate + at(r).offset(a.at_gate) + S::vector(k) * V);
+    };
+    if constexpr (ADDED_EARLY) {
 #pragma unroll
-        for (int i = 0; i < V; i++) {
-          float t = v.get(i);
-          if constexpr (PARTS & GATE) t = Round::template product<X, M>(g.get(i), t);
-          v.set(i, Round::add(r.get(i), t));
+      for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int k = 0; k < K; k++)
+          if (S::inside(k)) fetch(r, k, residual[r][k], gate[r][k]);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int k = 0; k < K; k++)
+        if (S::inside(k)) {
+          Vec<X, V> v, to;
+          Vec<M, V> by;
+          if constexpr (HELD) v = held[r][k];
+          else v.load((const X*)a.x + at(r).offset(a.at_x) + S::vector(k) * V);
+          if constexpr (ADDED_EARLY) { to = residual[r][k]; by = gate[r][k]; } else fetch(r, k, to, by);
+#pragma unroll
+          for (int i = 0; i < V; i++) {
+            float t = v.get(i);
+            if constexpr (PARTS & GATE) t = Round::template product<X, M>(by.get(i), t);
+            v.set(i, Round::add(to.get(i), t));
+          }
+          if (live(r)) v.store((X*)a.sum + at(r).offset(a.at_sum) + S::vector(k) * V);
+          if constexpr (HELD) held[r][k] = v;
         }
-        if (live) v.store(sum + S::vector(k) * V);
-        if constexpr (HELD) held[k] = v;
-      }
   }
   if constexpr (!(PARTS & NORMED)) return;
 
-  auto element = [&](int k) {
-    if constexpr (HELD) return held[k];
+  auto element = [&](int r, int k) {
+    if constexpr (HELD) return held[r][k];
     Vec<X, V> v;
-    if (live || !(PARTS & RESIDUAL)) v.load((PARTS & RESIDUAL ? (const X*)sum : x) + S::vector(k) * V);
+    const bool summed = PARTS & RESIDUAL;
+    if (live(r) || !summed)
+      v.load((const X*)(summed ? a.sum : a.x) + at(r).offset(summed ? a.at_sum : a.at_x) + S::vector(k) * V);
     return v;
   };
-  const W *weight = (const W*)a.weight, *bias = (const W*)a.bias;
-  const M* scale = (const M*)a.scale + at.offset(a.at_scale);
-  const M* shift = (const M*)a.shift + at.offset(a.at_shift);
-  const M* out_gate = (const M*)a.out_gate + at.offset(a.at_out_gate);
-  using Operands = Beside<W, M, S, PARTS>;
-  constexpr bool EARLY = HELD && Operands::BYTES <= 192;
-  Operands early[EARLY ? K : 1];
-  if constexpr (EARLY) {
+  Norm norm[R];
+#pragma unroll
+  for (int r = 0; r < R; r++)
+    norm[r].template measure<S>([&](int k, int i) { return element(r, k).get(i); }, a.eps, a.factor,
+                                shared + r * SCRATCH);
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    if (!live(r)) return;
+    const bool reuse = EARLY && (r == 0 || Operands::shared(a, at(0), at(r)));
 #pragma unroll
     for (int k = 0; k < K; k++)
-      if (S::inside(k)) early[k].load(weight, bias, scale, shift, out_gate, S::vector(k) * V);
-  }
-
-  Norm norm;
-  norm.template measure<S>([&](int k, int i) { return element(k).get(i); }, a.eps, a.factor, shared);
-  if (!live) return;
-
-  X* y = (X*)a.y + at.offset(a.at_y);
+      if (S::inside(k)) {
+        const int c = S::vector(k) * V;
+        const Vec<X, V> v = element(r, k);
+        Vec<X, V> o;
+        Operands with;
+        if (reuse) with = early[EARLY ? k : 0]; else with.load(a, at(r), c);
 #pragma unroll
-  for (int k = 0; k < K; k++)
-    if (S::inside(k)) {
-      const int c = S::vector(k) * V;
-      Vec<X, V> v = element(k), o;
-      Operands with;
-      if constexpr (EARLY) with = early[k]; else with.load(weight, bias, scale, shift, out_gate, c);
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        float f = norm.template apply<Round>(v.get(i), PARTS & WEIGHT, PARTS & WEIGHT ? with.weight.get(i) : 1.f,
-                                             PARTS & BIAS, PARTS & BIAS ? with.bias.get(i) : 0.f);
-        if constexpr (PARTS & SCALE) f = Round::mul(f, Round::template one_plus<M>(with.scale.get(i)));
-        if constexpr (PARTS & SHIFT) f = Round::add(f, with.shift.get(i));
-        if constexpr (PARTS & OUT_GATE) f = Round::mul(f, with.out_gate.get(i));
-        o.set(i, f);
+        for (int i = 0; i < V; i++) {
+          float f = norm[r].template apply<Round>(v.get(i), PARTS & WEIGHT, PARTS & WEIGHT ? with.weight.get(i) : 1.f,
+                                                  PARTS & BIAS, PARTS & BIAS ? with.bias.get(i) : 0.f);
+          if constexpr (PARTS & SCALE) f = Round::mul(f, Round::template one_plus<M>(with.scale.get(i)));
+          if constexpr (PARTS & SHIFT) f = Round::add(f, with.shift.get(i));
+          if constexpr (PARTS & OUT_GATE) f = Round::mul(f, with.out_gate.get(i));
+          o.set(i, f);
+        }
+        o.store((X*)a.y + at(r).offset(a.at_y) + c);
       }
-      o.store(y + c);
-    }
+  }
 }
 
 }  // namespace kernelwright

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FREE_THREADS = ((64, 8), (128, 16), (512, 32), (1024, 64), (6144, 128), (16384, 256))
 BITS = {"residual": 1, "gate": 2, "weight": 4, "bias": 8, "scale": 16, "shift": 32, "out_gate": 64}
 NORMED = 128
+MODULATION = ("gate", "scale", "shift", "out_gate")
 
 
 def plan(row: RowCall, call: Call) -> CudaLaunch:
@@ -32,8 +33,10 @@ def plan(row: RowCall, call: Call) -> CudaLaunch:
     )
     flat = [s for place in strides for s in place]
     itemsize = dtype.itemsize
+    types = (dtype, row.dtype("weight", "bias"), row.dtype(*MODULATION))
     if vector == 0:
-        vector = vector_width(width, itemsize, call.alignment, flat)
+        # by the widest operand: a float32 vector of 8 would be two half-used accesses
+        vector = vector_width(width, max(t.itemsize for t in types), call.alignment, flat)
         threads = free_threads(width, vector)
     elif vector_width(width, itemsize, call.alignment, flat) < vector:
         raise Unsupported(
@@ -41,17 +44,16 @@ def plan(row: RowCall, call: Call) -> CudaLaunch:
             f"as PyTorch's vectorised kernel does"
         )
     block = max(128, threads)
-    per_block = block // threads
+    each = rows_each(row, rows.count, threads)
+    per_block = block // threads * each
     parts = sum(bit for part, bit in BITS.items() if row.has(part))
     parts |= NORMED if row.has("y") else 0
-    x, w = TYPES[dtype], TYPES[row.dtype("weight", "bias")]
-    m = TYPES[row.dtype("gate", "scale", "shift", "out_gate")]
-    shape = f"Spread<{width}, {vector}, {threads}>"
-    policies = f"{parts}, kernelwright::{norm}, kernelwright::{rounding}"
+    x, w, m = (TYPES[t] for t in types)
+    shape = f"kernelwright::Spread<{width}, {vector}, {threads}>"
     return CudaLaunch(
         source="ops/row/cuda.cuh",
-        template=f"kernelwright::row<{x}, {w}, {m}, kernelwright::{shape}, {block}, "
-        f"{len(rows.sizes)}, {policies}>",
+        template=f"kernelwright::row<{x}, {w}, {m}, {shape}, {each}, {block}, {len(rows.sizes)}, "
+        f"{parts}, kernelwright::{norm}, kernelwright::{rounding}>",
         arguments="kernelwright::RowArgs",
         grid=-(-rows.count // per_block),
         block=block,
@@ -75,12 +77,19 @@ def free_threads(width: int, vector: int) -> int:
     return min(ladder, 1024)
 
 
+def rows_each(row: RowCall, rows: int, threads: int) -> int:
+    """Rows a thread group takes: two where they share a modulation and there are rows to spare."""
+    shares = any(row.has(p) for p in MODULATION)
+    held = row.width * row.x.dtype.itemsize <= 48 * threads
+    return 2 if shares and held and rows >= 2048 else 1
+
+
 def exact_order(row: RowCall, chain: str, rows: int) -> tuple[str, str, int, int, float]:
     """Norm, rounding, threads a row, vector width and mean factor that equal the eager chain."""
     width, dtype = row.width, row.x.dtype
     step = torch.float32 if chain == "wan" else dtype
     rounding = f"Each<{TYPES[step]}>"
-    modulation = row.dtype("gate", "scale", "shift", "out_gate")
+    modulation = row.dtype(*MODULATION)
     if chain != "wan" and modulation != dtype:
         raise Unsupported(f"eager would promote {dtype} rows by {modulation} modulation")
     weight = row.dtype("weight", "bias")

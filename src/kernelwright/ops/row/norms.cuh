@@ -47,18 +47,19 @@ struct FreeLayer {
 #pragma unroll
         for (int i = 0; i < S::V; i++) total += x(k, i);
     mean = row_sum<S::THREADS>(total, shared) / float(S::N);
-    float left = 0.f, spread = 0.f;
+    float rest[2] = {0.f, 0.f};  // of the deviations and of their squares
 #pragma unroll
     for (int k = 0; k < S::K; k++)
       if (S::inside(k))
 #pragma unroll
         for (int i = 0; i < S::V; i++) {
           float d = x(k, i) - mean;
-          left += d;
-          spread = fmaf(d, d, spread);
+          rest[0] += d;
+          rest[1] = fmaf(d, d, rest[1]);
         }
-    error = row_sum<S::THREADS>(left, shared + 32) / float(S::N);
-    float variance = row_sum<S::THREADS>(spread, shared + 64) / float(S::N) - error * error;
+    row_sums<S::THREADS, 2>(rest, shared + 32);
+    error = rest[0] / float(S::N);
+    const float variance = rest[1] / float(S::N) - error * error;
     scale = rsqrtf(variance + eps);
   }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {

@@ -216,6 +216,6 @@ def plan(row: RowCall, call: Call) -> TritonLaunch:
             "DIMS": len(rows.sizes),
             "NORM": row.norm,
         },
-        num_warps=triton.next_power_of_2(warps),
+        num_warps=1 << (warps.bit_length() - 1),
         alignment=min(16, call.alignment),
     )

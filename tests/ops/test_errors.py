@@ -1,0 +1,198 @@
+"""A wrong call raises a ValueError or TypeError that names the op and the argument, and no more."""
+
+import pytest
+import torch
+from declared import ALL, OPS, every_op, full, tensors
+
+import kernelwright
+from kernelwright.ops.case import Inputs
+
+WRONG = {
+    "integers": lambda t: t.to(torch.int32),
+    "complex": lambda t: t.to(torch.complex64),
+    "sparse": lambda t: t.to_sparse(),
+    "another device": lambda t: t.to("meta"),
+    "another width": lambda t: torch.cat((t, t[..., :3]), -1),
+    "no dimensions": lambda t: t.flatten()[0],
+    "a number": lambda t: 3,
+    "a list": lambda t: t.tolist(),
+    "an array": lambda t: t.numpy(),
+    "text": lambda t: "tensor",
+}
+
+
+def every_tensor():
+    """Each op with each tensor argument that any of its cases gives."""
+    found = []
+    for op in ALL:
+        names = tensors(full(op).arguments(Inputs(torch.float32)))
+        found += [pytest.param(op, n, id=f"{op.name}-{n}") for n in names]
+    return pytest.mark.parametrize(("op", "name"), found)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@every_tensor()
+def test_a_wrong_tensor_is_named(op, name, wrong):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    if wrong == "another device" and len(tensors(arguments)) == 1:
+        pytest.skip("one tensor has no other device to differ from")
+    if wrong == "another width" and len(tensors(arguments)) == 1:
+        arguments[name] = arguments[name][..., :5]
+    else:
+        arguments[name] = WRONG[wrong](arguments[name])
+    with pytest.raises((ValueError, TypeError)) as caught:
+        op.call(arguments)
+    assert names(caught.value, op, name)
+    lives_on(op)
+
+
+def names(error, op, *arguments):
+    """The message opens with the op, and says one of the arguments as a word."""
+    text = str(error)
+    words = text.replace(",", " ").replace(":", " ").replace(";", " ").split()
+    return text.startswith(f"{op.name}: ") and any(a in words for a in arguments)
+
+
+def lives_on(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    op.call(arguments)
+
+
+@every_tensor()
+def test_a_missing_tensor_is_named_where_it_is_needed(op, name):
+    arguments = full(op).arguments(Inputs(torch.float32)) | {name: None}
+    try:
+        op.call(arguments)
+    except (ValueError, TypeError) as error:
+        assert names(error, op, name)
+
+
+# what no value of such a parameter may be; a new kind of parameter adds its row here
+PARAMETERS = {
+    "eps": (-1e-6, float("nan"), float("inf"), "small", None),
+    "layout": ("neither", None, 1),
+    "gate": ("third", 1),
+    "kind": ("batch", None),
+    "approximate": ("tanh", 2, None),
+    "across_heads": ("yes", 2, None),
+    "theta_base": (0.0, -1e4, float("nan"), "large", None),
+    "theta_base_t": (0.0, float("nan")),
+    "num_frames": (0, -2, 1.5, "two", None),
+    "height": (0, 7),
+    "rope_dim_t": (3, -2, 1.5, None),
+}
+
+
+def every_parameter():
+    found = []
+    for op in ALL:
+        arguments = full(op).arguments(Inputs(torch.float32))
+        found += [
+            pytest.param(op, name, value, id=f"{op.name}-{name}-{value}")
+            for name, values in PARAMETERS.items()
+            if name in arguments and not isinstance(arguments[name], torch.Tensor)
+            for value in values
+        ]
+    return pytest.mark.parametrize(("op", "name", "value"), found)
+
+
+@every_parameter()
+def test_a_wrong_value_is_named(op, name, value):
+    arguments = full(op).arguments(Inputs(torch.float32)) | {name: value}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        op.call(arguments)
+    assert names(caught.value, op, name), str(caught.value)
+    lives_on(op)
+
+
+@every_op(ALL)
+def test_every_plain_parameter_of_an_op_is_held_to_wrong_values(op):
+    """The table above knows it; booleans, texts and numbers of a new op get a row of their own."""
+    arguments = full(op).arguments(Inputs(torch.float32))
+    plain = {n for n, a in arguments.items() if not isinstance(a, torch.Tensor) and a is not None}
+    axes = {"width", "rope_dim_h", "rope_dim_w", "theta_base_h", "theta_base_w"}
+    assert plain <= PARAMETERS.keys() | axes
+
+
+@every_op(OPS)
+def test_a_chain_nobody_declared_is_named(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    with pytest.raises(ValueError, match=f"^{op.name}: exact is 'jax', known chains are"):
+        op.call(arguments, exact="jax")
+
+
+@every_op(ALL)
+def test_a_backend_nobody_declared_is_named(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    for value in ("metal", "", 3):
+        with pytest.raises(ValueError, match="backend is .*, expected one of"):
+            op.call(arguments, backend=value)
+
+
+def test_use_backend_names_what_it_does_not_know():
+    with pytest.raises(ValueError, match="^use_backend: backend is 'metal', expected one of"):
+        kernelwright.use_backend("metal").__enter__()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@every_op([op for op in ALL if "cuda" in op.backends])
+def test_cuda_asked_for_by_name_never_falls_back(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    with pytest.raises(ValueError, match="backend 'cuda': tensors are on cpu"):
+        op.call(arguments, backend="cuda")
+
+
+@every_op([op for op in OPS if op.exact and "triton" in op.backends])
+def test_triton_is_refused_where_bits_are_asked_for(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    with pytest.raises(ValueError, match=f"^{op.name}: backend 'triton': .*order of a sum"):
+        op.call(arguments, backend="triton", exact=next(iter(op.exact)))
+
+
+@every_op([op for op in OPS if "triton" in op.backends])
+def test_float64_is_refused_by_kernels_asked_for_by_name(op):
+    arguments = {
+        n: a.double() if isinstance(a, torch.Tensor) else a
+        for n, a in full(op).arguments(Inputs(torch.float32)).items()
+    }
+    with pytest.raises(ValueError, match=f"^{op.name}: backend 'triton': float64"):
+        op.call(arguments, backend="triton")
+
+
+def given_outputs(op, arguments):
+    """Tensors that op.call takes as out=, one for each output."""
+    return [torch.empty_like(o) for o in op.allocate(*(arguments[n] for n in op.arguments))]
+
+
+WRONG_OUT = {
+    "another shape": lambda o: torch.cat((o, o), 0),
+    "another dtype": lambda o: o.to(torch.float16 if o.dtype != torch.float16 else torch.float32),
+    "another device": lambda o: o.to("meta"),
+    "gaps in its rows": lambda o: torch.empty(*o.shape, 2, dtype=o.dtype)[..., 0],
+    "a recorded tensor": lambda o: o.requires_grad_(),
+    "an expanded tensor": lambda o: o[:1].expand(o.shape),
+    "no tensor": lambda o: "out",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OUT)
+@every_op([op for op in OPS if not op.inplace])
+def test_a_wrong_output_is_named(op, wrong):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    for i, name in enumerate(op.outputs):
+        out = given_outputs(op, arguments)
+        out[i] = WRONG_OUT[wrong](out[i])
+        with pytest.raises((ValueError, TypeError)) as caught:
+            op.call(arguments, out=tuple(out) if len(out) > 1 else out[0])
+        assert names(caught.value, op, name), str(caught.value)
+    lives_on(op)
+
+
+@every_op([op for op in OPS if not op.inplace])
+def test_out_is_refused_where_autograd_records(op):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    first = next(iter(tensors(arguments)))
+    out = given_outputs(op, arguments)
+    arguments[first] = arguments[first].detach().clone().requires_grad_()
+    with pytest.raises(ValueError, match=f"^{op.name}: out= cannot be recorded"):
+        op.call(arguments, out=tuple(out) if len(out) > 1 else out[0])
