@@ -35,7 +35,7 @@ def register(op: Op) -> Callable[..., Any]:
 
     def run(*values: Any) -> Any:
         *args, exact, backend = values
-        return op.compute(tuple(args), None, exact or None, backend, False)
+        return op.compute(tuple(args), None, exact or None, backend or op.surrounding(), False)
 
     def fake(*values: Any) -> Any:
         *args, exact, backend = values
@@ -62,7 +62,7 @@ def register_inplace(op: Op) -> Callable[..., Any]:
 
     def run(*values: Any) -> None:
         *args, exact, backend = values
-        op.compute(tuple(args), None, exact or None, backend, True)
+        op.compute(tuple(args), None, exact or None, backend or op.surrounding(), True)
 
     def fake(*values: Any) -> None:
         *args, exact, backend = values

@@ -116,6 +116,8 @@ class Op:
             return self._traced(args, out, exact, backend, inplace)
         if backend is None:
             backend = _backend.get()
+        if torch._C._len_torch_dispatch_stack():  # a dispatch mode is to see the op
+            return self._dispatched(args, out, exact, backend, inplace)
         grad = torch.is_grad_enabled()
         for a in args:
             if isinstance(a, Tensor) and (type(a) not in PLAIN or (grad and a.requires_grad)):
@@ -126,21 +128,20 @@ class Op:
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str, inplace: bool
     ) -> Any:
         """Run on real tensors, below autograd: find the plan of this signature and follow it."""
-        if backend == SURROUNDING:
-            backend = _backend.get()
         key: list[Any] = [exact, backend, inplace]
-        for a in args:
-            if isinstance(a, Tensor):
-                key.append((a.shape, a.stride(), a.dtype, a.get_device()))
-            else:
-                key.append(a)
-        if out is not None:
-            for o in out if type(out) is tuple else (out,):
-                key.append(None if o is None else (o.shape, o.stride(), o.dtype, o.get_device()))
-        signature = tuple(key)
         try:
+            for a in args:
+                if isinstance(a, Tensor):
+                    key.append((a.shape, a.stride(), a.dtype, a.device))
+                else:
+                    key.append(a)
+            if out is not None:
+                for o in out if type(out) is tuple else (out,):
+                    key.append(None if o is None else (o.shape, o.stride(), o.dtype, o.device))
+            signature = tuple(key)
             plan = self._plans.get(signature)
-        except TypeError:  # an unhashable value: let the checks name the argument
+        except (TypeError, AttributeError, RuntimeError):
+            # unhashable, no tensor, or one without strides: let the checks name the argument
             self.validate(args, out, exact, backend, inplace)
             raise
         if plan is None:
@@ -149,6 +150,11 @@ class Op:
                 self._plans.clear()
             self._plans[signature] = plan
         return plan(args, out)
+
+    @staticmethod
+    def surrounding() -> str:
+        """The backend of the `use_backend` around this call."""
+        return _backend.get()
 
     def call(self, arguments: Mapping[str, Any], **how: Any) -> Any:
         """Call by argument name; what tests, benchmarks and tables use."""
@@ -185,6 +191,7 @@ class Op:
         single = not isinstance(out, tuple)
         given = (out,) if single else out
         results = (result,) if single else result
+        checks.outputs(self.name, self.outputs, given, results, args)
         kept = tuple(
             r if o is None else o.copy_(r) for o, r in zip(given, results, strict=True)
         )
@@ -269,6 +276,9 @@ class Op:
             raise ValueError(f"{self.name}: exact is {exact!r}, known chains are {names}")
         checks.common(self.name, dict(zip(self.arguments, args, strict=True)))
         self.check(*args)
+        if inplace:
+            changed = [args[self.arguments.index(n)] for n in self.inplace]
+            checks.outputs(self.name, self.inplace, changed, changed, args)
         if out is None:
             return None
         given = out if isinstance(out, tuple) else (out,)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import checks, op
-from . import cases, reference, sdpa
-from .choice import BACKENDS, choose, request_of, switches
-from .forward import forward
+from . import cases, foreign, reference, sdpa
+from .choice import BACKENDS, choose, deterministic, request_of, switches
 
 __all__ = ["attention"]
 
@@ -55,17 +54,26 @@ def attention(
     if exact is not None:
         checks.choice("attention", "exact", exact, ("torch",))
         backend = "torch"
-    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
-        query, key, value, mask = _autocast(query, key, value, mask)
+    if isinstance(query, Tensor) and (query.is_cuda or query.is_cpu):
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            query, key, value, mask = (_cast(t, dtype) for t in (query, key, value, mask))
     args = (query, key, value, mask, scale, causal)
     name = (_checked if torch.compiler.is_compiling() else _kept)(*args, backend)
     if name in sdpa.KERNELS:
         return sdpa.KERNELS[name](*args)
-    return forward(*args, name)
+    return foreign.run(*args, name)
+
+
+def _current_backend() -> str:
+    if torch.compiler.is_compiling() and op._traced_backends:
+        return op._traced_backends[-1]
+    return _surrounding_backend()
 
 
 @torch.compiler.assume_constant_result
-def _current_backend() -> str:
+def _surrounding_backend() -> str:
     return op._backend.get()
 
 
@@ -82,15 +90,15 @@ def _kept(
     grad = torch.is_grad_enabled()
     try:
         signature = (
-            (query.shape, query.stride(), query.dtype, query.get_device()),
-            (key.shape, key.stride(), key.dtype, key.get_device()),
-            (value.shape, value.stride(), value.dtype, value.get_device()),
+            (query.shape, query.stride(), query.dtype, query.device),
+            (key.shape, key.stride(), key.dtype, key.device),
+            (value.shape, value.stride(), value.dtype, value.device),
             # where the tensors begin, as far as 16-byte loads care
             (query.storage_offset() & 7, key.storage_offset() & 7, value.storage_offset() & 7),
             mask is not None
-            and (mask.shape, mask.dtype, mask.get_device(), grad and mask.requires_grad),
+            and (mask.shape, mask.stride(), mask.dtype, mask.device, grad and mask.requires_grad),
             grad and (query.requires_grad or key.requires_grad or value.requires_grad),
-            (scale, causal, backend, torch.are_deterministic_algorithms_enabled()),
+            (scale, causal, backend, deterministic()),
             switches(),
         )
         name = _choices.get(signature)
@@ -170,7 +178,7 @@ def _check(
 
 
 def _check_mask(mask: Any, query: Tensor, scores: tuple[int, ...]) -> None:
-    checks.tensor("attention", "mask", mask, min_dims=0)
+    checks.tensor("attention", "mask", mask)
     accepted = [torch.bool, torch.float16, torch.bfloat16, torch.float32]
     if query.dtype == torch.float64:
         accepted.append(torch.float64)
@@ -192,17 +200,10 @@ def _check_mask(mask: Any, query: Tensor, scores: tuple[int, ...]) -> None:
         )
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What autocast does to the arguments of F.scaled_dot_product_attention."""
-    first = tensors[0]
-    assert first is not None
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        t.to(dtype)
-        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        else t
-        for t in tensors
-    )
+def _cast(t: Any, dtype: torch.dtype) -> Any:
+    """What autocast does to an argument of F.scaled_dot_product_attention."""
+    wide = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+    return t.to(dtype) if wide else t
 
 
 op.Composite(

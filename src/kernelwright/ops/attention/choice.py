@@ -73,8 +73,7 @@ def request_of(
         grad=grad and (query.requires_grad or key.requires_grad or value.requires_grad),
         mask_grad=grad and mask is not None and mask.requires_grad,
         aligned=_aligned(query) and _aligned(key) and _aligned(value),
-        deterministic=torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        deterministic=deterministic(),
         disabled=disabled() if query.is_cuda else (),
     )
 
@@ -261,6 +260,13 @@ def switches() -> tuple[bool, bool, bool]:
         flags._get_flash_sdp_enabled(),
         flags._get_mem_efficient_sdp_enabled(),
     )
+
+
+@torch.compiler.assume_constant_result
+def deterministic() -> bool:
+    """Whether kernels that add up in any order are forbidden, not only warned of."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @torch.compiler.assume_constant_result

@@ -26,6 +26,8 @@ def default(
     # not every kernel takes both, and PyTorch's CPU one makes NaN of causal with a negative scale
     if causal and (mask is not None or (scale is not None and scale <= 0)):
         mask, causal = with_causal(mask, query, key), False
+    if mask is not None and mask.ndim == 1:
+        mask = mask[None]
     grouped = False
     if key.shape[1] != query.shape[1]:  # a plain bool, also when shapes are symbols
         grouped = True

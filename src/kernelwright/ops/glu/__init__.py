@@ -59,11 +59,12 @@ def swiglu(
     return SWIGLU(input, gate, out=out, exact=exact, backend=backend)
 
 
-def _check(op: str, input: Tensor, gate: str) -> None:
+def _check(op: str, input: Tensor, gate: str, approximate: bool = True) -> None:
     checks.tensor(op, "input", input)
     if input.shape[-1] % 2:
         raise ValueError(f"{op}: input has width {input.shape[-1]}, expected an even one")
     checks.choice(op, "gate", gate, ("first", "second"))
+    checks.choice(op, "approximate", approximate, (True, False))
 
 
 def _allocate(input: Tensor) -> tuple[Tensor, ...]:
@@ -74,7 +75,7 @@ GEGLU = Op(
     name="geglu",
     schema='(Tensor input, bool approximate=True, str gate="second") -> Tensor',
     formula="first · GELU(second)",
-    check=lambda input, approximate, gate: _check("geglu", input, gate),
+    check=lambda input, approximate, gate: _check("geglu", input, gate, approximate),
     allocate=lambda input, approximate, gate: _allocate(input),
     reference=reference.geglu,
     exact={"torch": reference.eager_geglu},

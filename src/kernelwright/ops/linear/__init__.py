@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, op
-from . import cases, reference
+from . import cases, reference, whole
 
 __all__ = ["linear_gelu"]
 BACKENDS = ("auto", "torch", "cublaslt")
@@ -45,13 +45,19 @@ def linear_gelu(
         checks.choice("linear_gelu", "exact", exact, ("torch",))
         backend = "torch"
     # autocast casts what F.linear is given
-    mixed = isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
+    mixed = (
+        isinstance(x, Tensor)
+        and (x.is_cuda or x.is_cpu)
+        and torch.is_autocast_enabled(x.device.type)
+    )
     fused = _checked if torch.compiler.is_compiling() else _kept
     if fused(x, weight, bias, approximate, backend, mixed):
         assert bias is not None
         rows = x.reshape(-1, x.shape[-1])
         out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
         return out.view(*x.shape[:-1], weight.shape[0])
+    if torch.compiler.is_compiling() and not mixed:
+        return whole.node(x, weight, bias, approximate)
     return reference.linear_gelu(x, weight, bias, approximate)
 
 
@@ -62,15 +68,21 @@ def _kept(
     grad = torch.is_grad_enabled()
     try:
         signature = (
-            (x.shape, x.dtype, x.get_device(), grad and x.requires_grad),
-            (weight.shape, weight.dtype, weight.get_device(), grad and weight.requires_grad),
+            (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad),
+            (
+                weight.shape,
+                weight.stride(),
+                weight.dtype,
+                weight.device,
+                grad and weight.requires_grad,
+            ),
             bias is not None
-            and (bias.shape, bias.dtype, bias.get_device(), grad and bias.requires_grad),
+            and (bias.shape, bias.stride(), bias.dtype, bias.device, grad and bias.requires_grad),
             (approximate, backend, mixed),
         )
         fused = _choices.get(signature)
-    except (AttributeError, TypeError):
-        # no tensor or an unhashable value: the checks name the argument
+    except (AttributeError, RuntimeError, TypeError):
+        # no tensor, one without strides, an unhashable value: the checks name the argument
         _check(x, weight, bias, approximate, backend, mixed)
         raise
     if fused is None:
@@ -97,8 +109,14 @@ def _checked(
     return no is None and (backend == "cublaslt" or _faster(x.device.index))
 
 
-@torch.compiler.assume_constant_result
 def _current_backend() -> str:
+    if torch.compiler.is_compiling() and op._traced_backends:
+        return op._traced_backends[-1]
+    return _surrounding_backend()
+
+
+@torch.compiler.assume_constant_result
+def _surrounding_backend() -> str:
     return op._backend.get()
 
 

@@ -73,6 +73,7 @@ def _check(
     layout: str,
 ) -> None:
     op = "qk_norm_rope"
+    checks.choice(op, "across_heads", across_heads, (True, False))
     dims = (3, 4) if across_heads else (4,)
     for name, t in (("query", query), ("key", key)):
         checks.tensor(op, name, t)
@@ -99,6 +100,7 @@ def _check(
         if query.shape[-1] % 2:
             raise ValueError(f"{op}: query has width {query.shape[-1]}, expected an even one")
         return
+    checks.tensor(op, "cos", cos, min_dims=2)
     for name, t in (("query", query), ("key", key)):
         row = reference.rotated_rows(t, cos, across_heads)
         check_tables(op, name, row, cos, sin, layout, row.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ def rope_1d(
     >>> q[0, 0, 0]
     tensor([1., 1.])
     """
-    _check_heads("rope_1d", query, key)
+    _check_heads("rope_1d", query, key, layout)
+    _check_numbers("rope_1d", {}, {"theta_base": theta_base})
     return _on_grid(
         "rope_1d",
         query,
@@ -115,7 +117,9 @@ def rope_3d(
     >>> x = torch.ones(1, 8, 1, 6)
     >>> q, k = rope_3d(x, x, num_frames=2, height=2, width=2)
     """
-    _check_heads("rope_3d", query, key)
+    _check_heads("rope_3d", query, key, layout)
+    counts = {"num_frames": num_frames, "height": height, "width": width}
+    _check_numbers("rope_3d", counts, {"theta_base": theta_base})
     return _on_grid(
         "rope_3d",
         query,
@@ -156,11 +160,17 @@ def rope_3d_extended(
     >>> q, k = rope_3d_extended(x, x, 2, 2, 2, 4, 2, 2)
     """
     op = "rope_3d_extended"
-    _check_heads(op, query, key)
-    dims = (rope_dim_t, rope_dim_h, rope_dim_w)
-    for name, dim in zip(("rope_dim_t", "rope_dim_h", "rope_dim_w"), dims, strict=True):
-        if not isinstance(dim, int) or dim < 0 or dim % 2:
+    _check_heads(op, query, key, layout)
+    shares = {"rope_dim_t": rope_dim_t, "rope_dim_h": rope_dim_h, "rope_dim_w": rope_dim_w}
+    _check_numbers(
+        op,
+        {"num_frames": num_frames, "height": height, "width": width, **shares},
+        {"theta_base_t": theta_base_t, "theta_base_h": theta_base_h, "theta_base_w": theta_base_w},
+    )
+    for name, dim in shares.items():
+        if dim % 2:
             raise ValueError(f"{op}: {name} is {dim!r}, expected an even number")
+    dims = (rope_dim_t, rope_dim_h, rope_dim_w)
     if sum(dims) != query.shape[3]:
         raise ValueError(
             f"{op}: rope_dim_t + rope_dim_h + rope_dim_w is {sum(dims)}, "
@@ -179,11 +189,30 @@ def rope_3d_extended(
     )
 
 
-def _check_heads(op: str, query: Tensor, key: Tensor) -> None:
-    for name, t in (("query", query), ("key", key)):
+def _check_heads(op: str, query: Tensor, key: Tensor, layout: str) -> None:
+    both = {"query": query, "key": key}
+    for name, t in both.items():
         checks.tensor(op, name, t)
         if t.ndim != 4:
             raise ValueError(f"{op}: {name} has shape {list(t.shape)}, expected [B, S, heads, D]")
+    checks.common(op, both)
+    checks.one_dtype(op, both)
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"{op}: key has head dimension {key.shape[3]}, query has {query.shape[3]}"
+        )
+    if query.shape[3] % 2:
+        raise ValueError(f"{op}: query has head dimension {query.shape[3]}, expected an even one")
+    checks.choice(op, "layout", layout, LAYOUTS)
+
+
+def _check_numbers(op: str, counts: dict[str, Any], thetas: dict[str, Any]) -> None:
+    for name, n in counts.items():
+        if not isinstance(n, int | torch.SymInt) or n < 0:
+            raise ValueError(f"{op}: {name} is {n!r}, expected a whole number, zero or above")
+    for name, theta in thetas.items():
+        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+            raise ValueError(f"{op}: {name} is {theta!r}, expected a finite number above zero")
 
 
 def _on_grid(
@@ -203,10 +232,6 @@ def _on_grid(
             raise ValueError(
                 f"{op}: {name} has {t.shape[1]} tokens, num_frames * height * width is {tokens}"
             )
-    if query.shape[3] % 2:
-        raise ValueError(f"{op}: query has head dimension {query.shape[3]}, expected an even one")
-    if not all(theta > 0 for theta in thetas):
-        raise ValueError(f"{op}: theta_base is {thetas}, expected positive numbers")
     cos, sin = grid_tables(grid, dims, thetas, query.device)
     return APPLY_ROPE_QK(query, key, cos, sin, layout, inplace=inplace, backend=backend)
 
@@ -222,7 +247,8 @@ def check_tables(
     checks.like(op, "sin", sin, cos, "cos")
     if cos.shape[-1] not in (width, width // 2):
         raise ValueError(
-            f"{op}: cos has {cos.shape[-1]} columns, expected {width} or {width // 2}"
+            f"{op}: cos has {cos.shape[-1]} columns, {name} has width {width}; "
+            f"expected {width} or {width // 2}"
         )
     table = over_rows(cos, x)
     lead = x.shape[:-1]

@@ -43,9 +43,8 @@ template <class W, class C, int V, int A, int LAYOUT, bool HALF_TABLE, bool WEIG
 };
 
 // C: dtype of the tables. D: what the rotation repeats over. A: elements that alignment lets move
-// at once. HALF_TABLE: tables hold D/2 columns. Turn: how the rotation rounds. A thread group takes R
-// neighbouring rows, which mostly share a line of the table.
-template <class X, class W, class C, class S, int R, int A, int BLOCK, int DIMS, int D, int LAYOUT, bool HALF_TABLE,
+// at once. HALF_TABLE: tables hold D/2 columns. Turn: how the rotation rounds.
+template <class X, class W, class C, class S, int A, int BLOCK, int DIMS, int D, int LAYOUT, bool HALF_TABLE,
           bool WEIGHTED, class Norm, class Round, class Turn>
 __device__ __forceinline__ void rope(const RopeArgs& a) {
   constexpr int K = S::K, V = S::V, GROUPS = BLOCK / S::THREADS;
@@ -54,9 +53,8 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   // a head whose vectors all sit in one thread group swaps halves by shuffles, others through memory
   constexpr bool SHUFFLED = LAYOUT == HALF && K == 1 && S::N == D && S::FULL && S::THREADS <= 32;
   constexpr bool EXCHANGED = LAYOUT == HALF && !SHUFFLED;
-  constexpr int SCRATCH = Scratch<Norm, S, BLOCK>::FLOATS;
-  __shared__ float shared[R * SCRATCH];
-  __shared__ float exchange[EXCHANGED ? GROUPS * R : 1][EXCHANGED ? S::N : 1];
+  __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
+  __shared__ float exchange[EXCHANGED ? GROUPS : 1][EXCHANGED ? S::N : 1];
 
   bool second = blockIdx.x >= a.q_blocks;
   unsigned block = second ? blockIdx.x - a.q_blocks : blockIdx.x;
@@ -67,98 +65,86 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   }
   const Rows& rows = second ? a.k_rows : a.q_rows;
   const int group = threadIdx.x / S::THREADS;
-  const i64 first = ((i64)block * GROUPS + group) * R;
-  auto live = [&](int r) { return first + r < rows.count; };
-  auto at = [&](int r) { return RowIndex<DIMS>(live(r) ? first + r : rows.count - 1, rows); };
-  const X* x = (const X*)(second ? a.key : a.query);
+  const i64 number = (i64)block * GROUPS + group;
+  const bool live = number < rows.count;
+  const RowIndex<DIMS> at(live ? number : rows.count - 1, rows);
+  const X* x = (const X*)(second ? a.key : a.query) + at.offset(second ? a.at_key : a.at_query);
   const W* weight = (const W*)(second ? a.k_weight : a.q_weight);
-  X* y = (X*)(second ? a.k_out : a.q_out);
-  const Place &at_x = second ? a.at_key : a.at_query, &at_y = second ? a.at_k_out : a.at_q_out;
-  const Place &at_cos = second ? a.at_k_cos : a.at_q_cos, &at_sin = second ? a.at_k_sin : a.at_q_sin;
+  const C* cos = (const C*)a.cos + at.offset(second ? a.at_k_cos : a.at_q_cos);
+  const C* sin = (const C*)a.sin + at.offset(second ? a.at_k_sin : a.at_q_sin);
+  X* y = (X*)(second ? a.k_out : a.q_out) + at.offset(second ? a.at_k_out : a.at_q_out);
 
   using Operands = RopeOperands<W, C, V, A, LAYOUT, HALF_TABLE, WEIGHTED>;
   constexpr bool EARLY = K * Operands::BYTES <= 320;
-  auto fetch = [&](int r, int k) {
-    Operands from;
-    from.load(weight, (const C*)a.cos + at(r).offset(at_cos), (const C*)a.sin + at(r).offset(at_sin),
-              S::vector(k) * V, D);
-    return from;
-  };
-  Vec<X, V, A> held[R][K];
-#pragma unroll
-  for (int r = 0; r < R; r++)
-#pragma unroll
-    for (int k = 0; k < K; k++)
-      if (S::inside(k)) held[r][k].load(x + at(r).offset(at_x) + S::vector(k) * V);
+  Vec<X, V, A> held[K];
   Operands early[EARLY ? K : 1];
+#pragma unroll
+  for (int k = 0; k < K; k++)
+    if (S::inside(k)) held[k].load(x + S::vector(k) * V);
   if constexpr (EARLY) {
 #pragma unroll
     for (int k = 0; k < K; k++)
-      if (S::inside(k)) early[k] = fetch(0, k);
+      if (S::inside(k)) early[k].load(weight, cos, sin, S::vector(k) * V, D);
   }
 
-  Norm norm[R];
-#pragma unroll
-  for (int r = 0; r < R; r++)
-    norm[r].template measure<S>([&](int k, int i) { return held[r][k].get(i); }, a.eps,
-                                second ? a.k_factor : a.q_factor, shared + r * SCRATCH);
-  auto reuse = [&](int r) {
-    return EARLY && (r == 0 || (at(r).offset(at_cos) == at(0).offset(at_cos) &&
-                                at(r).offset(at_sin) == at(0).offset(at_sin)));
+  Norm norm;
+  norm.template measure<S>([&](int k, int i) { return held[k].get(i); }, a.eps, second ? a.k_factor : a.q_factor,
+                           shared);
+  auto operands = [&](int k) {
+    if constexpr (EARLY) return early[k];
+    Operands late;
+    late.load(weight, cos, sin, S::vector(k) * V, D);
+    return late;
   };
-  auto normed = [&](int r, int k, int i, const Operands& with) {
-    return norm[r].template apply<Round>(held[r][k].get(i), WEIGHTED, WEIGHTED ? with.weight.get(i) : 1.f, false, 0.f);
+  auto normed = [&](int k, int i, const Operands& with) {
+    return norm.template apply<Round>(held[k].get(i), WEIGHTED, WEIGHTED ? with.weight.get(i) : 1.f, false, 0.f);
   };
 
   if constexpr (EXCHANGED) {
 #pragma unroll
-    for (int r = 0; r < R; r++)
+    for (int k = 0; k < K; k++)
+      if (S::inside(k)) {
+        const Operands with = operands(k);
 #pragma unroll
-      for (int k = 0; k < K; k++)
-        if (S::inside(k)) {
-          const Operands with = reuse(r) ? early[EARLY ? k : 0] : fetch(r, k);
-#pragma unroll
-          for (int i = 0; i < V; i++) exchange[group * R + r][S::vector(k) * V + i] = normed(r, k, i, with);
-        }
+        for (int i = 0; i < V; i++) exchange[group][S::vector(k) * V + i] = normed(k, i, with);
+      }
     if constexpr (S::THREADS > 32) __syncthreads(); else __syncwarp();
   }
 #pragma unroll
-  for (int r = 0; r < R; r++)
+  for (int k = 0; k < K; k++)
+    if (S::inside(k)) {
+      const int c = S::vector(k) * V;
+      const Operands with = operands(k);
+      Vec<X, V, A> o;
+      if constexpr (LAYOUT == UNROTATED) {
 #pragma unroll
-    for (int k = 0; k < K; k++)
-      if (S::inside(k)) {
-        const int c = S::vector(k) * V;
-        const Operands with = reuse(r) ? early[EARLY ? k : 0] : fetch(r, k);
-        Vec<X, V, A> o;
-        if constexpr (LAYOUT == UNROTATED) {
+        for (int i = 0; i < V; i++) o.set(i, normed(k, i, with));
+      } else if constexpr (LAYOUT == INTERLEAVED) {
 #pragma unroll
-          for (int i = 0; i < V; i++) o.set(i, normed(r, k, i, with));
-        } else if constexpr (LAYOUT == INTERLEAVED) {
-#pragma unroll
-          for (int i = 0; i < V; i += 2) {
-            const int ci = Operands::column(i), cj = Operands::column(i + 1);
-            const float e = normed(r, k, i, with), f = normed(r, k, i + 1, with);
-            o.set(i, Turn::add(Turn::mul(e, with.cos.get(ci)), Turn::mul(-f, with.sin.get(ci))));
-            o.set(i + 1, Turn::add(Turn::mul(f, with.cos.get(cj)), Turn::mul(e, with.sin.get(cj))));
-          }
-        } else {
-          const bool front = c % D < D / 2;
-          const int partner = front ? c + D / 2 : c - D / 2;
-#pragma unroll
-          for (int i = 0; i < V; i++) {
-            float own, other;
-            if constexpr (SHUFFLED) {
-              own = normed(r, k, i, with);
-              other = __shfl_xor_sync(~0u, own, S::THREADS / 2);
-            } else {
-              own = exchange[group * R + r][c + i];
-              other = exchange[group * R + r][partner + i];
-            }
-            o.set(i, Turn::add(Turn::mul(own, with.cos.get(i)), Turn::mul(front ? -other : other, with.sin.get(i))));
-          }
+        for (int i = 0; i < V; i += 2) {
+          const int ci = Operands::column(i), cj = Operands::column(i + 1);
+          const float e = normed(k, i, with), f = normed(k, i + 1, with);
+          o.set(i, Turn::add(Turn::mul(e, with.cos.get(ci)), Turn::mul(-f, with.sin.get(ci))));
+          o.set(i + 1, Turn::add(Turn::mul(f, with.cos.get(cj)), Turn::mul(e, with.sin.get(cj))));
         }
-        if (live(r)) o.store(y + at(r).offset(at_y) + c);
+      } else {
+        const bool front = c % D < D / 2;
+        const int partner = front ? c + D / 2 : c - D / 2;
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+          float own, other;
+          if constexpr (SHUFFLED) {
+            own = normed(k, i, with);
+            other = __shfl_xor_sync(~0u, own, S::THREADS / 2);
+          } else {
+            own = exchange[group][c + i];
+            other = exchange[group][partner + i];
+          }
+          o.set(i, Turn::add(Turn::mul(own, with.cos.get(i)), Turn::mul(front ? -other : other, with.sin.get(i))));
+        }
       }
+      if (live) o.store(y + c);
+    }
 }
 
 }  // namespace kernelwright

@@ -4,126 +4,118 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
-from ..row.cuda import free_threads, mean_threads, played_threads
+from ..row.order import Order, free_threads, mean_order, torch_order
 from ..rows import Rows, vector_width
-from .kernel import RopeCall
+from .kernel import EMPTY, RopeCall
 
 if TYPE_CHECKING:
     from ..op import Call
 
-# shared memory of a block holds the rows it exchanges halves of
-MAX_EXCHANGE = 12288
-EMPTY = Rows((0,), ((0,), None, None, (0,)))
+# floats of shared memory through which a block exchanges the halves of its rows
+MAX_EXCHANGE = 6144
+# rows from here on take vectors of 16 bytes of the widest operand: a vector of 8 float32 table
+# columns would be two half-used accesses (23 against 35 us at 2x2688x2048 on H200). Narrower rows
+# have too few elements a thread then (46 against 39 us at 4608x48x128).
+WIDE = 1024
 
 
 def plan(rope: RopeCall, call: Call) -> CudaLaunch:
-    q_rows, k_rows = rope.rows("query"), rope.rows("key")
+    q_rows, k_rows = rope.rows("query"), rope.rows("key") or EMPTY
     assert q_rows is not None
-    both = (q_rows, k_rows or EMPTY)
-    dims = max(len(r.sizes) for r in both)
-    padded = [r.padded() for r in both]
-    (q_sizes, q_strides), (k_sizes, k_strides) = padded
-    width, dtype, itemsize = rope.width, rope.query.dtype, rope.query.dtype.itemsize
+    both = (q_rows, k_rows)
+    (q_sizes, q_strides), (k_sizes, k_strides) = (r.padded() for r in both)
+    places = [s for pair in zip(q_strides, k_strides, strict=True) for place in pair for s in place]
+    width, dtype = rope.width, rope.query.dtype
     table = rope.dtype("cos", "sin") if rope.rotates else torch.float32
-    norm, rounding, turn, threads, vector, factors = _policies(rope, call.exact, both)
-    strides = [s for pair in zip(q_strides, k_strides, strict=True) for place in pair for s in place]
-    # what one access may move, and what a thread holds: pairs must not be torn apart
-    moved = vector_width(width, itemsize, call.alignment, strides)
+    # what one access may move: pairs must not be torn apart, nor halves overlap
+    room = vector_width(width, dtype.itemsize, call.alignment, places)
     rotated = rope.rotation // 2 if rope.layout == "half" else rope.rotation
-    moved = vector_width(rotated, itemsize, moved * itemsize, ()) if rope.rotates else moved
-    if vector == 0:
-        # by the widest operand: a float32 vector of 8 would be two half-used accesses
-        widest = max(itemsize, table.itemsize // (2 if rope.half_table else 1))
-        vector = max(2, min(moved, 16 // widest))
-        while vector > 2 and rotated % vector:
-            vector //= 2
-        threads = free_threads(width, vector)
+    if rope.rotates:
+        room = vector_width(rotated, dtype.itemsize, room * dtype.itemsize, ())
+    order = _order(rope, call.exact, both, room)
+    vector = order.vector or max(2, min(room, _widest(rope, table)))
     if width % vector or (rope.rotates and rotated % vector):
         raise Unsupported(f"rows of {width} with rotations of {rope.rotation} cannot be vectorised")
-    if call.exact and rope.norm and vector > moved:
+    if call.exact and rope.norm and vector > room:
         raise Unsupported("exact order needs rows aligned as PyTorch's vectorised kernel does")
+    threads = order.threads or free_threads(width, vector)
     block = max(128, threads)
-    each = rows_each(rope, both, vector, threads)
-    if rope.layout == "half" and rope.rotates and block // threads * each * width > MAX_EXCHANGE:
+    if rope.layout == "half" and rope.rotates and block // threads * width > MAX_EXCHANGE:
         raise Unsupported(f"rows of {width} are too wide to exchange halves")
-    q_blocks, k_blocks = (-(-r.count // (block // threads * each)) for r in both)
+    q_blocks, k_blocks = (-(-r.count // (block // threads)) for r in both)
     layout = {"interleaved": "INTERLEAVED", "half": "HALF"}[rope.layout]
     weighted = rope.tensors["q_weight"] is not None
-    if weighted != (rope.tensors["k_weight"] is not None) and k_rows is not None:
-        raise Unsupported("query and key need a weight each, or neither")
     types = ", ".join(TYPES[t] for t in (dtype, rope.dtype("q_weight", "k_weight"), table))
-    shape = f"kernelwright::Spread<{width}, {vector}, {threads}>"
+    rounding, turn = _roundings(rope, call.exact, table)
     return CudaLaunch(
         source="ops/rope/cuda.cuh",
-        template=f"kernelwright::rope<{types}, {shape}, {each}, {min(moved, vector)}, {block}, {dims}, "
-        f"{rope.rotation}, kernelwright::{layout if rope.rotates else 'UNROTATED'}, "
-        f"{str(rope.half_table).lower()}, {str(weighted).lower()}, kernelwright::{norm}, "
-        f"kernelwright::{rounding}, kernelwright::{turn}>",
+        template=f"kernelwright::rope<{types}, kernelwright::Spread<{width}, {vector}, {threads}>, "
+        f"{min(room, vector)}, {block}, {max(len(r.sizes) for r in both)}, {rope.rotation}, "
+        f"kernelwright::{layout if rope.rotates else 'UNROTATED'}, {str(rope.half_table).lower()}, "
+        f"{str(weighted).lower()}, kernelwright::{order.norm}, kernelwright::{rounding}, "
+        f"kernelwright::{turn}>",
         arguments="kernelwright::RopeArgs",
         grid=q_blocks + k_blocks,
         block=block,
         pointers=rope.pointers,
         layout="24q8I3f",
         scalars=(
-            *strides,
+            *places,
             q_rows.count,
             *q_sizes[1:],
-            both[1].count,
+            k_rows.count,
             *k_sizes[1:],
             q_blocks,
             q_blocks // k_blocks if k_blocks and q_blocks % k_blocks == 0 else 0,
             rope.eps,
-            *factors,
+            order.factor,
+            order.factor if k_rows.count == q_rows.count else _k_factor(rope, call.exact, both),
         ),
-        alignment=min(16, moved * itemsize),
+        alignment=min(16, min(room, vector) * dtype.itemsize),
     )
 
 
-def rows_each(rope: RopeCall, rows: tuple[Rows, Rows], vector: int, threads: int) -> int:
-    """Rows a thread group takes: those that share a table line, while registers last."""
-    if not rope.rotates or rows[0].count < 8192:
-        return 1
-    held = -(-rope.width // (vector * threads)) * vector
-    for each in (4, 2):
-        if each * held <= 32 and all(r.sizes[-1] % each == 0 for r in rows):
-            return each
-    return 1
+def _widest(rope: RopeCall, table: torch.dtype) -> int:
+    if rope.width < WIDE:
+        return 16
+    columns = table.itemsize // 2 if rope.half_table else table.itemsize
+    return 16 // max(rope.query.dtype.itemsize, columns)
 
 
-def _policies(
-    rope: RopeCall, chain: str | None, rows: tuple[Rows, Rows]
-) -> tuple[str, str, str, int, int, tuple[float, float]]:
-    """Norm, its rounding, the rotation's rounding, threads, vector, mean factors."""
-    dtype, width = rope.query.dtype, rope.width
-    if chain is None:
-        return ("FreeRms" if rope.norm else "NoNorm"), "Once", "Once", 0, 0, (0.0, 0.0)
-    table = rope.dtype("cos", "sin") if rope.rotates else dtype
-    step = torch.float32 if chain == "diffusers" else torch.promote_types(dtype, table)
-    if chain == "transformers" and step != dtype:
-        raise Unsupported(f"eager would promote {dtype} rows by {table} tables")
-    turn = f"Each<{TYPES[step]}>"
+def _order(rope: RopeCall, chain: str | None, rows: tuple[Rows, Rows], room: int) -> Order:
+    """The order of the norm's sums: free, or that of the eager chain."""
     if not rope.norm:
-        return "NoNorm", "Once", turn, 0, 0, (0.0, 0.0)
-    if rope.dtype("q_weight", "k_weight") != dtype:
+        return Order("NoNorm")
+    if chain is None:
+        return Order("FreeRms")
+    if rope.dtype("q_weight", "k_weight") != rope.query.dtype:
         raise Unsupported("eager would promote the rows by their weights")
-    rounding = f"Each<{TYPES[dtype]}>"
-    if chain == "transformers":
-        orders = {mean_threads(width, r.count) for r in rows if r.count}
-        if len(orders) > 1:
-            raise Unsupported("at::mean sums so few query and key rows in different orders")
-        threads, vector, norm = orders.pop()
-        if vector == 1 and rope.rotates and rope.layout == "interleaved":
-            raise Unsupported(f"at::mean reads rows of {width} one element at a time, pairs are two")
-        factors = tuple(
-            float(np.float32(r.count) / np.float32(max(1, r.count * width))) for r in rows
-        )
-        return norm, rounding, turn, threads, vector, factors  # type: ignore[return-value]
-    if width % 4:
-        raise Unsupported(f"width {width} is no multiple of 4: PyTorch sums it in another order")
-    return "TorchRms", rounding, turn, played_threads(width), 4, (0.0, 0.0)
+    if chain != "transformers":
+        return torch_order(rope.width, "TorchRms", room)
+    orders = [mean_order(rope.width, r.count, room) for r in rows if r.count]
+    if len({(o.norm, o.threads, o.vector) for o in orders}) > 1:
+        raise Unsupported("at::mean sums so few query and key rows in different orders")
+    if orders[0].vector == 1 and rope.rotates and rope.layout == "interleaved":
+        raise Unsupported(f"at::mean reads rows of {rope.width} one by one, pairs are two")
+    return orders[0]
 
+
+def _k_factor(rope: RopeCall, chain: str | None, rows: tuple[Rows, Rows]) -> float:
+    if chain != "transformers" or not rope.norm or not rows[1].count:
+        return 0.0
+    return mean_order(rope.width, rows[1].count, 1).factor
+
+
+def _roundings(rope: RopeCall, chain: str | None, table: torch.dtype) -> tuple[str, str]:
+    """How the norm rounds, and how the rotation does."""
+    dtype = rope.query.dtype
+    if chain is None:
+        return "Once", "Once"
+    step = torch.float32 if chain == "diffusers" else torch.promote_types(dtype, table)
+    if chain == "transformers" and rope.rotates and step != dtype:
+        raise Unsupported(f"eager would promote {dtype} rows by {table} tables")
+    return (f"Each<{TYPES[dtype]}>" if rope.norm else "Once"), f"Each<{TYPES[step]}>"

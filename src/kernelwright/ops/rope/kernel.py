@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PLACES = ("query", "key", "q_weight", "k_weight", "cos", "sin", "q_out", "k_out")
 MAX_WIDTH = 16384
+# rows of a key that is not there
+EMPTY = Rows((0,), ((0,), None, None, (0,)))
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,20 @@ struct FreeLayer {
   }
 };
 
+// A head of 128 has 32 vectors of four, one for each lane of a warp in PyTorch's kernels. Here a
+// thread may hold two of them side by side: lanes 2t and 2t + 1 of the tree, which meet last.
+template <class S> struct Paired { static constexpr bool VALUE = S::V == 8 && S::K == 1; };
+
+template <class S> __device__ __forceinline__ float paired_sum(float (&part)[2]) {
+  static_assert(S::FULL && S::THREADS <= 16);
+#pragma unroll
+  for (int o = S::THREADS / 2; o > 0; o /= 2) {
+    part[0] += __shfl_xor_sync(~0u, part[0], o);
+    part[1] += __shfl_xor_sync(~0u, part[1], o);
+  }
+  return part[0] + part[1];
+}
+
 // x.float().pow(2).mean(-1): at::mean's order. WIDTH is the width of its block: 32 from 16 rows on,
 // more below; its thread l takes the 4-vectors l, l + WIDTH, ... into four accumulators, one a
 // vector lane (for rows under 128, which at::mean does not vectorise, one a stride). Square and add
@@ -77,10 +91,20 @@ template <int WIDTH> struct MeanRms {
   float scale;
   template <class S, class Get> __device__ void measure(Get x, float eps, float factor, float* shared) {
     float total;
-    if constexpr (S::THREADS == WIDTH) total = alone<S>(x, shared);
-    else total = together<S>(x, shared);
+    if constexpr (Paired<S>::VALUE) {
+      float part[2];
 #pragma unroll
-    for (int o = 16; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
+      for (int q = 0; q < 2; q++) {
+        auto square = [&](int i) { return __fmul_rn(x(0, 4 * q + i), x(0, 4 * q + i)); };
+        part[q] = ((square(0) + square(1)) + square(2)) + square(3);
+      }
+      total = paired_sum<S>(part);
+    } else {
+      if constexpr (S::THREADS == WIDTH) total = alone<S>(x, shared);
+      else total = together<S>(x, shared);
+#pragma unroll
+      for (int o = 16; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
+    }
     scale = rsqrtf(__fadd_rn(__fmul_rn(total, factor), eps));
   }
 
@@ -162,6 +186,19 @@ template <class S> struct Played {
 struct TorchRms {
   float scale;
   template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    float total;
+    if constexpr (Paired<S>::VALUE) {
+      float part[2] = {0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < 8; i++) part[i / 4] = __fmaf_rn(x(0, i), x(0, i), part[i / 4]);
+      total = paired_sum<S>(part);
+    } else {
+      total = sum<S>(x, shared);
+    }
+    scale = rsqrtf(__fadd_rn(__fdiv_rn(total, float(S::N)), eps));
+  }
+
+  template <class S, class Get> __device__ float sum(Get x, float* shared) {
     constexpr int WARPS = Played<S>::WARPS;
     float part[WARPS] = {};
 #pragma unroll
@@ -177,18 +214,17 @@ struct TorchRms {
 #pragma unroll
       for (int o = smaller(S::THREADS, 32) / 2; o > 0; o /= 2)
         part[w] += __shfl_xor_sync(~0u, part[w], o);
-    float total;
     if constexpr (S::THREADS == 128) {
       if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = part[0];
       __syncthreads();
       const float* row = shared + threadIdx.x / 128 * 4;
-      total = (row[0] + row[2]) + (row[1] + row[3]);
+      return (row[0] + row[2]) + (row[1] + row[3]);
     } else {
       static_assert(S::THREADS <= 32);
-      total = (part[0] + part[2]) + (part[1] + part[3]);
+      return (part[0] + part[2]) + (part[1] + part[3]);
     }
-    scale = rsqrtf(__fadd_rn(__fdiv_rn(total, float(S::N)), eps));
   }
+
   template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
     float y = __fmul_rn(scale, x);
     return R::keep(weighted ? __fmul_rn(w, y) : y);

@@ -21,7 +21,7 @@ from ..op import MAX_PLANS, PLAIN, Call
 ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal"
 
 
-def forward(
+def run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -37,7 +37,7 @@ def forward(
     if needs_grad or not plain or torch.compiler.is_compiling():
         library_op = torch.ops.kernelwright.attention_forward.default
         return library_op(query, key, value, mask, scale, causal, backend)
-    return _run(query, key, value, mask, scale, causal, backend)
+    return _run_kernel(query, key, value, mask, scale, causal, backend)
 
 
 def allocate(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -48,7 +48,7 @@ def allocate(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(batch, heads, rows, width)
 
 
-def _run(*values: Any) -> Tensor:
+def _run_kernel(*values: Any) -> Tensor:
     *args, backend = values
     return (_run_triton if backend == "triton" else _run_fa4)(*args)
 
@@ -164,11 +164,11 @@ def _register() -> None:
     lib, space = library._library, library.NAMESPACE
     lib.define(f"attention_forward({ARGUMENTS}, str backend) -> Tensor")
     lib.define(f"attention_backward(Tensor grad, {ARGUMENTS}, bool[] wanted) -> Tensor[]")
-    for name, run, fake in (
-        ("attention_forward", _run, _fake),
+    for name, kernel, fake in (
+        ("attention_forward", _run_kernel, _fake),
         ("attention_backward", _backward, _fake_backward),
     ):
-        lib.impl(name, run, "CompositeExplicitAutograd")
+        lib.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{space}::{name}", fake, lib=lib)
     torch.library.register_autograd(
         f"{space}::attention_forward", _gradient, setup_context=_setup, lib=lib

@@ -1,0 +1,81 @@
+"""In which order to sum a row, and how many threads that takes.
+
+Free order is ours to choose. The others are PyTorch's own, read from its kernels in torch 2.11 and
+2.13; the GPU tests hold each to torch.equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...backends import Unsupported
+
+# Threads a row in free order, by row width, tuned on H200 at 4608x24x128, 2x2688x2048 and
+# 4608x3072: 16 to 24 elements a thread. A warp a row needs no barrier, but then so many rows are in
+# flight that their loads, sums and stores fall together (15.3 against 13.2 us at 5376x2048).
+FREE_THREADS = ((64, 8), (128, 16), (512, 32), (1024, 64), (6144, 128), (16384, 256))
+# without a norm nothing waits for the row: one vector a thread (17.6 against 22.9 us for
+# gated_residual at 2x2688x2048 on H200)
+PLAIN_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Order:
+    """The norm's name in norms.cuh, threads a row, elements a vector (0: as many as fit), and the
+    float32 factor by which at::mean scales its sum."""
+
+    norm: str
+    threads: int = 0
+    vector: int = 0
+    factor: float = 0.0
+
+
+def free_threads(width: int, vector: int, normed: bool = True) -> int:
+    """Threads that share a row when the order is free."""
+    if not normed:
+        return max(8, min(PLAIN_THREADS, _power_of_two(max(1, width // vector))))
+    threads = next((t for limit, t in FREE_THREADS if width <= limit), 512)
+    # narrow vectors: more threads, so that no thread holds more than 64 elements
+    while threads < 1024 and width > 64 * threads:
+        threads *= 2
+    return threads
+
+
+def mean_order(width: int, rows: int, room: int) -> Order:
+    """x.float().pow(2).mean(-1), as diffusers' and transformers' RMSNorm have it.
+
+    at::mean over contiguous float32 rows splits 512 threads between the rows and the row, the row
+    taking what few rows leave (setReduceConfig in ATen/native/cuda/Reduce.cuh). `room` is the widest
+    vector that the row's alignment allows.
+    """
+    if width >= 8192 or width < 32 or (width >= 128 and width % 4):
+        raise Unsupported(f"at::mean sums rows of {width} in an order that has no kernel here")
+    vector = 4 if width >= 128 else 1
+    along = min(_power_of_two(width // vector), 512)
+    height = min(_power_of_two(rows), 512 // min(along, 32))
+    block = min(along, 512 // height)
+    threads = 128 if block == 32 and width >= 512 else block
+    if block == 32 and width == 128 and room >= 8:
+        threads, vector = 16, 8
+    factor = float(np.float32(rows) / np.float32(rows * width))
+    return Order(f"MeanRms<{block}>", threads, vector, factor)
+
+
+def torch_order(width: int, norm: str, room: int) -> Order:
+    """F.rms_norm ("TorchRms") and F.layer_norm ("TorchLayer"): 128 threads and vectors of four in
+    PyTorch; fewer threads play them where a row has fewer vectors."""
+    if width % 4:
+        raise Unsupported(f"width {width} is no multiple of 4: PyTorch sums it in another order")
+    vectors = width // 4
+    if norm == "TorchRms" and width in (64, 128) and room >= 8:
+        return Order(norm, width // 8, 8)
+    if vectors <= 32:
+        return Order(norm, max(8, _power_of_two(2 * vectors - 1)), 4)
+    return Order(norm, 32 if vectors < 128 else 128, 4)
+
+
+def _power_of_two(n: int) -> int:
+    """The largest power of two up to n."""
+    return 1 << (n.bit_length() - 1)
