@@ -16,7 +16,7 @@ import kernelwright
 from kernelwright.backends import Target, Unsupported
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops import attention
-from kernelwright.ops.attention import choice, foreign, launch, reference, sdpa
+from kernelwright.ops.attention import choice, foreign, launch, limits, reference, sdpa
 from kernelwright.ops.op import Call, Choice
 
 pytestmark = pytest.mark.usefixtures("rounding_interpreter")
@@ -48,7 +48,7 @@ def hold(got, query, key, value, mask=None, scale=None, causal=False, eager="tor
     truth = reference.attention(*wide, wide_mask, scale, causal)
     chain = sdpa.KERNELS.get(eager, sdpa.default)
     doubled = truth + 2 * (chain(query, key, value, mask, scale, causal).double() - truth)
-    as_good_as_eager(got.double(), truth, doubled)
+    as_good_as_eager(got, truth, doubled)
 
 
 def test_the_reference_is_the_formula():
@@ -328,7 +328,7 @@ def test_the_kernel_compiles_for_every_gpu_without_spilling():
     assert all(line.endswith("stack 0") for line in lines), done.stdout
 
 
-H200 = choice.Request(
+H200 = limits.Request(
     device=torch.device("cuda", 0),
     capability=(9, 0),
     dtype=torch.bfloat16,
@@ -382,8 +382,8 @@ CHOICES = [
 
 @pytest.fixture
 def everything_installed(monkeypatch):
-    monkeypatch.setattr(choice, "fa4_installed", lambda: True)
-    monkeypatch.setattr(choice, "triton_problem", lambda device, dtype: None)
+    monkeypatch.setattr(limits, "fa4_installed", lambda: True)
+    monkeypatch.setattr(limits, "triton_problem", lambda device, dtype: None)
 
 
 @pytest.mark.usefixtures("everything_installed")
@@ -394,7 +394,7 @@ def test_auto_takes_what_the_table_says(change, expected):
 
 
 def test_auto_without_flash_attn_4_stays_with_pytorch(monkeypatch):
-    monkeypatch.setattr(choice, "fa4_installed", lambda: False)
+    monkeypatch.setattr(limits, "fa4_installed", lambda: False)
     assert choice.choose(H200._replace(**LONG)).backend == "cudnn"
     with pytest.raises(ValueError, match="'fa4' cannot run this: flash-attn-4 is not installed"):
         choice.choose(H200, "fa4")

@@ -19,13 +19,14 @@ class Launch(Protocol):
     """A kernel with everything about its launch but the addresses.
 
     `pointers` names the op's arguments and outputs in kernel order, "" where the op has none for
-    that place; `alignment` is what every address must be a multiple of, in bytes; `absent` is passed
-    for what is not there.
+    that place; `alignment` is what every address must be a multiple of, in bytes. What `load` returns
+    takes the addresses of those that are there.
     """
 
-    pointers: tuple[str, ...]
-    alignment: int
-    absent: Any
+    @property
+    def pointers(self) -> tuple[str, ...]: ...
+    @property
+    def alignment(self) -> int: ...
 
     def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]: ...
 
@@ -82,4 +83,3 @@ def load(
 @functools.lru_cache
 def installed(module: str) -> bool:
     return find_spec(module) is not None
-

@@ -82,7 +82,7 @@ class KernelCache:
         folder = self.folder
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
-        return os.access(folder, os.W_OK | os.X_OK)
+        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _private(status: os.stat_result) -> bool:

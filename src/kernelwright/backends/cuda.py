@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class CudaLaunch:
     scalars: tuple[int | float, ...]
     alignment: int = 16
     resident: int = 0
-    absent: Any = field(default=0, init=False)
 
     @property
     def code(self) -> str:
@@ -73,7 +72,9 @@ class CudaLaunch:
     def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]:
         major, minor = torch.cuda.get_device_capability(device)
         function = _function(device, compile_cubin(self.code, f"sm_{major}{minor}"))
-        pack = struct.Struct(f"@{len(self.pointers)}P").pack_into
+        # absent pointers stay zero: padding bytes
+        present = (values.get(n) is not None for n in self.pointers)
+        pack = struct.Struct("@" + "".join("P" if there else "8x" for there in present)).pack_into
         template = struct.pack(
             f"@{len(self.pointers)}P{self.layout}0q", *[0] * len(self.pointers), *self.scalars
         )

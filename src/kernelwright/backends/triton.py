@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,11 +62,10 @@ class TritonLaunch:
     num_warps: int = 4
     num_stages: int = 2
     alignment: int = 16
-    absent: Any = field(default=None, init=False)
 
     def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]:
         if device < 0:
-            return self._interpreted()
+            return self._interpreted(values)
         stand_ins = [
             None if values.get(n) is None else _Address(values[n].dtype, self.alignment)
             for n in self.pointers
@@ -76,19 +76,35 @@ class TritonLaunch:
         grid = (*self.grid, 1, 1)[:3]
         run = compiled.run
         fixed = (compiled.function, compiled.packed_metadata, None, None, None)
-        tail = (*self.scalars, *self.constants.values())
         stream = torch._C._cuda_getCurrentRawStream
+        arrange = self._arrangement(values)
 
         def launch(pointers: list[Any]) -> None:
-            run(*grid, stream(device), *fixed, *pointers, *tail)
+            run(*grid, stream(device), *fixed, *arrange(pointers))
 
         return launch
 
-    def _interpreted(self) -> Callable[[list[Any]], None]:
+    def _interpreted(self, values: Mapping[str, Any]) -> Callable[[list[Any]], None]:
+        arrange = self._arrangement(values)
+        names = tuple(self.constants)
+
         def launch(tensors: list[Any]) -> None:
-            self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+            given = arrange(tensors)
+            constants = dict(zip(names, given[len(given) - len(names) :], strict=True))
+            self.kernel[self.grid](*given[: len(given) - len(names)], **constants, **self.options)
 
         return launch
+
+    def _arrangement(self, values: Mapping[str, Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
+        """Puts the addresses that are there, None for the others, scalars and constants in order."""
+        present = [values.get(n) is not None for n in self.pointers]
+        tail = (*self.scalars, *self.constants.values())
+        if all(present):
+            return lambda pointers: (*pointers, *tail)
+        count = sum(present)
+        where = iter(range(count))
+        order = itemgetter(*(next(where) if there else count for there in present))
+        return lambda pointers: order((*pointers, None)) + tail
 
     @property
     def options(self) -> dict[str, int]:

@@ -23,9 +23,10 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _HOW = 'str exact="", str backend=""'
 
 
-def argument_names(name: str, schema: str) -> tuple[str, ...]:
-    parsed = torch._C.parse_schema(f"{NAMESPACE}::{name}{schema}")
-    return tuple(a.name for a in parsed.arguments)
+def arguments(schema: str) -> list[tuple[str, str]]:
+    """(name, type) of each argument of a schema such as "(Tensor x, Tensor? w=None) -> Tensor"."""
+    given, _ = _split(schema)
+    return [(_name(a), a.split()[0]) for a in given]
 
 
 def register(op: Op) -> Callable[..., Any]:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, op
+from .. import checks, selection
+from ..op import MAX_PLANS, Composite
 from . import cases, foreign, reference, sdpa
-from .choice import BACKENDS, choose, deterministic, request_of, switches
+from .choice import BACKENDS, choose, request_of
+from .limits import deterministic, given, switches
 
 __all__ = ["attention"]
 
@@ -67,14 +69,15 @@ def attention(
 
 
 def _current_backend() -> str:
-    if torch.compiler.is_compiling() and op._traced_backends:
-        return op._traced_backends[-1]
-    return _surrounding_backend()
+    """The backend of the innermost `use_backend`; a graph keeps the one it was traced under."""
+    if torch.compiler.is_compiling():
+        return selection.traced() or _surrounding_backend()
+    return selection.current.get()
 
 
-@torch.compiler.assume_constant_result
+@given
 def _surrounding_backend() -> str:
-    return op._backend.get()
+    return selection.current.get()
 
 
 def _kept(
@@ -108,7 +111,7 @@ def _kept(
         raise
     if name is None:
         name = _checked(query, key, value, mask, scale, causal, backend)
-        if len(_choices) >= op.MAX_PLANS:
+        if len(_choices) >= MAX_PLANS:
             _choices.clear()
         _choices[signature] = name
     return name
@@ -206,7 +209,7 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
     return t.to(dtype) if wide else t
 
 
-op.Composite(
+Composite(
     name="attention",
     formula="softmax(query · keyᵀ · scale + mask) · value",
     function=attention,

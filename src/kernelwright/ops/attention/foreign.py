@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ... import backends
 from .. import library
-from ..op import MAX_PLANS, PLAIN, Call
+from ..op import MAX_PLANS
+from ..plan import Call
+from ..signature import PLAIN
 
 ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal"
 
@@ -56,9 +58,9 @@ def _run_kernel(*values: Any) -> Tensor:
 def _run_triton(*args: Any) -> Tensor:
     # the kernel reads along the last dimension; anything else is copied once
     args = tuple(a.contiguous() if isinstance(a, Tensor) and _gaps(a) else a for a in args)
-    tensors = [a if isinstance(a, Tensor) else None for a in args[:4]]
-    pointers = [None if t is None else t.data_ptr() for t in tensors]
-    bits = functools.reduce(int.__or__, (p for p in pointers if p), 16)
+    tensors = [a for a in args[:4] if a is not None]
+    pointers = [t.data_ptr() for t in tensors]
+    bits = functools.reduce(int.__or__, pointers, 16)
     alignment = bits & -bits
     signature = (
         alignment,
@@ -113,11 +115,9 @@ def _run_fa4(
 ) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     result = _fa4()(q, k, v, softmax_scale=scale, causal=causal)
-    # 4.0.0b36 gives (out, logsumexp)
-    out = result[0] if isinstance(result, tuple) else result
-    like = allocate(query, key, value)
-    out = out.transpose(1, 2)
-    return out if out.stride() == like.stride() else like.copy_(out)
+    # (out, logsumexp), or out alone in the first betas; [B, Sq, H, Dv] in memory
+    out = (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+    return out if query.stride(1) < query.stride(2) else out.contiguous()
 
 
 @functools.lru_cache
@@ -148,8 +148,9 @@ def _backward(grad: Tensor, *values: Any) -> list[Tensor]:
 
     *tensors, scale, causal, wanted = values
     leaves = [t.detach().requires_grad_() if w else t for t, w in zip(tensors, wanted, strict=True)]
+    query, key, value, mask = leaves
     with torch.enable_grad():
-        out = attention(*leaves, scale, causal, backend="auto")
+        out = attention(query, key, value, mask, scale, causal, backend="auto")
     sources = [t for t, w in zip(leaves, wanted, strict=True) if w]
     got = torch.autograd.grad(out, sources, grad)
     return [torch.empty_like(s).copy_(g) for g, s in zip(got, sources, strict=True)]

@@ -13,7 +13,7 @@ from ...backends import Unsupported
 
 if TYPE_CHECKING:
     from ...backends.triton import TritonLaunch
-    from ..op import Call
+    from ..plan import Call
 
 MAX_HEAD_DIM = 256
 MAX_PROGRAMS = 2**31 - 1

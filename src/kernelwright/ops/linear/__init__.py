@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, op
+from .. import checks, selection
+from ..op import MAX_PLANS, Composite
 from . import cases, reference, whole
 
 __all__ = ["linear_gelu"]
@@ -87,7 +88,7 @@ def _kept(
         raise
     if fused is None:
         fused = _checked(x, weight, bias, approximate, backend, mixed)
-        if len(_choices) >= op.MAX_PLANS:
+        if len(_choices) >= MAX_PLANS:
             _choices.clear()
         _choices[signature] = fused
     return fused
@@ -109,15 +110,23 @@ def _checked(
     return no is None and (backend == "cublaslt" or _faster(x.device.index))
 
 
+def _given(function: Any) -> Any:
+    """Tell torch.compile to take what this returns for a constant. torch.compiler's decorator of
+    that name sets the same mark, but imports Dynamo and Triton to do so."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def _current_backend() -> str:
-    if torch.compiler.is_compiling() and op._traced_backends:
-        return op._traced_backends[-1]
-    return _surrounding_backend()
+    """The backend of the innermost `use_backend`; a graph keeps the one it was traced under."""
+    if torch.compiler.is_compiling():
+        return selection.traced() or _surrounding_backend()
+    return selection.current.get()
 
 
-@torch.compiler.assume_constant_result
+@_given
 def _surrounding_backend() -> str:
-    return op._backend.get()
+    return selection.current.get()
 
 
 def _problem(
@@ -142,7 +151,7 @@ def _problem(
     return None
 
 
-@torch.compiler.assume_constant_result
+@_given
 def _faster(device: int) -> bool:
     """5376 x 2048 x 8192 on an H200: 254 us, against 291 for Linear then GELU. On sm_120 cuBLASLt
     takes a slow kernel: 296 against 236 for 512 x 3072 x 12288 on an RTX 5090 (sglang 34350)."""
@@ -171,7 +180,7 @@ def _check(x: Any, weight: Any, bias: Any, approximate: Any, backend: Any, mixed
         raise TypeError(f"{name}: approximate is {approximate!r}, expected True or False")
 
 
-op.Composite(
+Composite(
     name="linear_gelu",
     formula="GELU(x · weightᵀ + bias)",
     function=linear_gelu,

@@ -57,7 +57,9 @@ def apply_rope_qk(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`apply_rope` of query and key in one launch; they may have different numbers of heads."""
-    return APPLY_ROPE_QK(query, key, cos, sin, layout, inplace=inplace, exact=exact, backend=backend)
+    return APPLY_ROPE_QK(
+        query, key, cos, sin, layout, inplace=inplace, exact=exact, backend=backend
+    )
 
 
 def rope_1d(
@@ -198,9 +200,7 @@ def _check_heads(op: str, query: Tensor, key: Tensor, layout: str) -> None:
     checks.common(op, both)
     checks.one_dtype(op, both)
     if key.shape[3] != query.shape[3]:
-        raise ValueError(
-            f"{op}: key has head dimension {key.shape[3]}, query has {query.shape[3]}"
-        )
+        raise ValueError(f"{op}: key has head dimension {key.shape[3]}, query has {query.shape[3]}")
     if query.shape[3] % 2:
         raise ValueError(f"{op}: query has head dimension {query.shape[3]}, expected an even one")
     checks.choice(op, "layout", layout, LAYOUTS)
@@ -253,8 +253,7 @@ def check_tables(
     table = over_rows(cos, x)
     lead = x.shape[:-1]
     if table.ndim > x.ndim or any(
-        n not in (1, m)
-        for n, m in zip(reversed(table.shape[:-1]), reversed(lead), strict=False)
+        n not in (1, m) for n, m in zip(reversed(table.shape[:-1]), reversed(lead), strict=False)
     ):
         raise ValueError(
             f"{op}: cos has shape {list(cos.shape)}, which does not spread over {name} {list(x.shape)}"

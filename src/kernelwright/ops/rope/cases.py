@@ -60,9 +60,7 @@ APPLY_ROPE = [
 ]
 
 
-def _pair(
-    query: tuple[int, ...], key: tuple[int, ...], table: tuple[int, ...], layout: str
-) -> Any:
+def _pair(query: tuple[int, ...], key: tuple[int, ...], table: tuple[int, ...], layout: str) -> Any:
     def arguments(inputs: Inputs) -> dict[str, Any]:
         cos, sin = repeated(inputs, *table, layout=layout)
         return {

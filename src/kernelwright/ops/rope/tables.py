@@ -103,6 +103,4 @@ def _fake(*values: object) -> tuple[Tensor, Tensor]:
 
 library._library.define(_SCHEMA)
 library._library.impl("rope_tables", _op, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    f"{library.NAMESPACE}::rope_tables", _fake, lib=library._library
-)
+torch.library.register_fake(f"{library.NAMESPACE}::rope_tables", _fake, lib=library._library)

@@ -177,11 +177,7 @@ def norm_and_turn(
     o_y = place(i_outer, i_middle, i_inner, y_outer, y_middle, y_inner, DIMS)
 
     o_h = columns(0, HEAD, D, LAYOUT)
-    m_h = (
-        (o_h < 2 * PAIRS)
-        if LAYOUT == "interleaved"
-        else (tl.arange(0, HEAD)[None, :] < PAIRS)
-    )
+    m_h = (o_h < 2 * PAIRS) if LAYOUT == "interleaved" else (tl.arange(0, HEAD)[None, :] < PAIRS)
     b_ha, b_hb = load_pairs(x, o_x, o_h, m_row & m_h, ROWS, HEAD, D, LAYOUT)
     if TAIL > 0:
         o_t = columns(HEAD, TAIL, D, LAYOUT)

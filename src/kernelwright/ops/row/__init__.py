@@ -111,7 +111,9 @@ class RowCall:
         """The dtype these parts share, or that of x where all are absent."""
         found = {t.dtype for t in (self.tensors[p] for p in parts) if t is not None}
         if len(found) > 1:
-            raise Unsupported(f"{' and '.join(parts)} have different dtypes {sorted(map(str, found))}")
+            raise Unsupported(
+                f"{' and '.join(parts)} have different dtypes {sorted(map(str, found))}"
+            )
         return found.pop() if found else self.x.dtype
 
 

@@ -1,0 +1,188 @@
+"""A plan: what a call of one signature does, worked out once.
+
+The first call of a signature checks its arguments, chooses a backend and builds a kernel; what it
+leaves behind is a plan. Following it allocates the outputs, collects addresses and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import Launch, Target
+
+if TYPE_CHECKING:
+    from .op import Op
+
+Plan = Callable[[tuple[Any, ...], Any], Any]
+_address = Tensor.data_ptr
+
+
+class Call(dict[str, Any]):
+    """One call as a kernel planner sees it: arguments and outputs by name, and what to aim for."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        op: str,
+        exact: str | None,
+        target: Target,
+        alignment: int = 16,
+    ) -> None:
+        super().__init__(values)
+        self.op = op
+        self.exact = exact
+        self.target = target
+        self.alignment = alignment
+
+
+@dataclass(frozen=True)
+class How:
+    """What a call asks for besides its arguments; `strict` if it named the backend itself."""
+
+    exact: str | None
+    backend: str
+    inplace: bool
+    strict: bool
+
+
+def eager_plan(op: Op, how: How) -> Plan:
+    """Run the reference, or the eager chain that `exact` names."""
+    function = op.exact[how.exact] if how.exact else op.reference
+    changed = [op.arguments.index(n) for n in op.inplace]
+
+    def run(args: tuple[Any, ...], out: Any) -> Any:
+        result = function(*args)
+        if how.inplace:
+            out = tuple(args[i] for i in changed)
+            out = out if len(out) > 1 else out[0]
+        if out is None:
+            # with every part absent a chain may hand back its input; an op returns new memory
+            return result.clone() if any(result is a for a in args) else result
+        if not isinstance(out, tuple):
+            return out.copy_(result)
+        return tuple(r if o is None else o.copy_(r) for o, r in zip(out, result, strict=True))
+
+    return run
+
+
+class LaunchPlan:
+    """A signature whose kernel is built. `follow` is the hot path: a closure, because looking up a
+    dozen attributes takes as long as the launch."""
+
+    def __init__(
+        self,
+        op: Op,
+        args: tuple[Any, ...],
+        out: tuple[Tensor | None, ...] | None,
+        how: How,
+        alignment: int,
+    ) -> None:
+        self.op, self.how = op, how
+        # rows are read along the last dimension; anything else is copied once before the launch
+        self.copied = [i for i, a in enumerate(args) if isinstance(a, Tensor) and _gaps(a)]
+        if how.inplace and self.copied:
+            name = op.arguments[self.copied[0]]
+            raise ValueError(
+                f"{op.name}: inplace=True needs {name} to have stride 1 in its last dimension"
+            )
+        args = self._dense(args)
+        outs = self._outputs(args, out)
+        self.realigned: dict[int, Plan] = {}
+        names = (*op.arguments, *op.outputs)
+        values = dict(zip(names, (*args, *outs), strict=True))
+        if all(o is None or o.numel() == 0 for o in outs):
+            self.follow = self._nothing
+            return
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        target = Target.of(device)
+        call = Call(values, op=op.name, exact=how.exact, target=target, alignment=alignment)
+        launch: Launch = getattr(op.kernels, how.backend)(call)
+        chosen = itemgetter(
+            *(names.index(n) for n in launch.pointers if n and values[n] is not None)
+        )
+        loaded = backends.load(launch, values, device, op.name)
+        if device.type == "cuda":
+            self.follow = self._hot(chosen, loaded, device.index, launch.alignment - 1)
+        else:
+            self.follow = self._interpreted(chosen, loaded)
+
+    def _hot(
+        self, chosen: Any, launch: Callable[[list[Any]], None], device: int, mask: int
+    ) -> Plan:
+        allocate, single = self.op.allocate, len(self.op.outputs) == 1
+        plain = not self.copied and not self.how.inplace
+        guarded = torch.cuda.device_count() > 1
+
+        def follow(args: tuple[Any, ...], out: Any) -> Any:
+            if plain and out is None:
+                outs = allocate(*args)
+            else:
+                args, outs = self._prepared(args, out)
+            pointers = list(map(_address, chosen(args + outs)))
+            bits = 0
+            for p in pointers:
+                bits |= p
+            if bits & mask:
+                return self._realigned(bits & mask, args, outs)
+            if guarded and torch.cuda.current_device() != device:
+                with torch.cuda.device(device):
+                    launch(pointers)
+            else:
+                launch(pointers)
+            return outs[0] if single else outs
+
+        return follow
+
+    def _interpreted(self, chosen: Any, launch: Callable[[list[Any]], None]) -> Plan:
+        """Triton's interpreter takes the tensors themselves."""
+
+        def follow(args: tuple[Any, ...], out: Any) -> Any:
+            args, outs = self._prepared(args, out)
+            launch(list(chosen(args + outs)))
+            return outs[0] if len(outs) == 1 else outs
+
+        return follow
+
+    def _nothing(self, args: tuple[Any, ...], out: Any) -> Any:
+        _, outs = self._prepared(args, out)
+        return outs[0] if len(outs) == 1 else outs
+
+    def _prepared(self, args: tuple[Any, ...], out: Any) -> tuple[tuple[Any, ...], Any]:
+        args = self._dense(args)
+        return args, self._outputs(args, out if out is None or type(out) is tuple else (out,))
+
+    def _dense(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self.copied:
+            return args
+        return tuple(a.contiguous() if i in self.copied else a for i, a in enumerate(args))
+
+    def _outputs(self, args: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
+        if self.how.inplace:
+            return tuple(args[self.op.arguments.index(n)] for n in self.op.inplace)
+        if out is None:
+            return self.op.allocate(*args)
+        if all(o is not None for o in out):
+            return out
+        fresh = self.op.allocate(*args)
+        return tuple(f if o is None else o for o, f in zip(out, fresh, strict=True))
+
+    def _realigned(self, bits: int, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> Any:
+        """Follow the plan for addresses that are only multiples of the lowest set bit."""
+        alignment = bits & -bits
+        plan = self.realigned.get(alignment)
+        if plan is None:
+            plan = self.op.launch_plan(args, outs, self.how, alignment)
+            self.realigned[alignment] = plan
+        return plan(args, outs if len(outs) > 1 else outs[0])
+
+
+def _gaps(t: Tensor) -> bool:
+    return t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1

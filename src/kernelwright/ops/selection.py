@@ -1,0 +1,111 @@
+"""Which backend runs a call: asked for by name, set for a block of code, or chosen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from .. import backends
+
+BACKENDS = ("auto", "torch", "triton", "cuda")
+
+current: ContextVar[str] = ContextVar("kernelwright_backend", default="auto")
+# Dynamo cannot trace a ContextVar: a graph either sits inside `use_backend`, which then is on this
+# stack while it is traced, or asks what surrounds it each time it runs
+_traced: list[str] = []
+SURROUNDING = ""
+# the same stack in eager code, for composites: Dynamo reads and guards a list
+_entered: list[str] = []
+
+
+@contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Run every op in the block on one backend: "auto", "torch", "triton" or "cuda".
+
+    >>> with use_backend("torch"):
+    ...     y = rmsnorm(x)
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"use_backend: backend is {backend!r}, expected one of {BACKENDS}")
+    if torch.compiler.is_compiling():
+        _traced.append(backend)
+        try:
+            yield
+        finally:
+            _traced.pop()
+        return
+    token = current.set(backend)
+    _entered.append(backend)
+    try:
+        yield
+    finally:
+        _entered.pop()
+        current.reset(token)
+
+
+def traced() -> str:
+    """The backend of the `use_backend` that is being traced, or what says: ask when it runs."""
+    return _traced[-1] if _traced else SURROUNDING
+
+
+def surrounding() -> str:
+    """The backend that `use_backend` sets here, in eager code and while a graph is traced."""
+    if not torch.compiler.is_compiling():
+        return current.get()
+    stack = _traced or _entered
+    return stack[-1] if stack else "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and the reason it was chosen, as `kernelwright doctor` prints it."""
+
+    backend: str
+    reason: str
+
+
+def choose(
+    op: str,
+    prefer: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: str | None,
+    backend: str,
+) -> Choice:
+    """The backend for tensors of this device and dtype, and why. One that was named is taken or
+    refused, never replaced."""
+    if backend == "torch":
+        return Choice("torch", "asked for by name")
+    if backend != "auto":
+        problem = _problem(backend, device, dtype, exact)
+        if problem:
+            raise ValueError(f"{op}: backend {backend!r}: {problem}")
+        return Choice(backend, "asked for by name")
+    if device.type != "cuda":
+        return Choice("torch", f"tensors on {device.type}: plain PyTorch")
+    problems = []
+    for name in ("cuda",) if exact else prefer:
+        problem = _problem(name, device, dtype, exact)
+        if problem is None:
+            why = "keeps the bits of eager" if exact else "fastest measured for this op"
+            return Choice(name, why if not problems else "; ".join(problems))
+        problems.append(f"{name}: {problem}")
+    reason = "; ".join(problems)
+    if dtype != torch.float64:
+        warnings.warn(f"{op}: running plain PyTorch ({reason})", stacklevel=6)
+    return Choice("torch", reason)
+
+
+def _problem(
+    backend: str, device: torch.device, dtype: torch.dtype, exact: str | None
+) -> str | None:
+    if dtype == torch.float64:
+        return "float64 runs in plain PyTorch"
+    if exact and backend == "triton":
+        return "Triton cannot fix the order of a sum; exact modes need the cuda backend"
+    return backends.problem(backend, device, dtype)

@@ -1,0 +1,43 @@
+"""Exact modes give the bits of the eager chain they name: torch.equal, over sizes and layouts."""
+
+import pytest
+import torch
+from declared import DTYPES, every_case
+from numerics import as_tuple
+
+from kernelwright.bench.exactness import WIDTHS, mismatches
+from kernelwright.ops.case import Inputs
+from kernelwright.ops.op import Op, registry
+
+OPS = [op for op in registry().values() if isinstance(op, Op) and op.exact]
+CHAINS = [pytest.param(op, chain, id=f"{op.name}-{chain}") for op in OPS for chain in op.exact]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 13, 100, 4608])
+@pytest.mark.parametrize(("op", "chain"), CHAINS)
+def test_no_element_differs_from_eager(op, chain, rows):
+    for width in WIDTHS:
+        found = mismatches(op, chain, rows, width, torch.bfloat16)
+        assert found["mismatches"] == 0, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("op", "chain"), CHAINS)
+def test_no_element_differs_in_other_dtypes(op, chain, dtype):
+    for width in (64, 2048, 3072):
+        found = mismatches(op, chain, 333, width, dtype)
+        assert found["mismatches"] == 0, found
+
+
+@pytest.mark.filterwarnings("ignore:.*running the eager chain.*:UserWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_case(OPS)
+def test_every_layout_keeps_the_bits(op, case, dtype):
+    arguments = case.arguments(Inputs(dtype, "cuda"))
+    args = [arguments[n] for n in op.arguments]
+    for chain, eager in op.exact.items():
+        want = as_tuple(eager(*args))
+        if any(w.dtype != dtype for w in want):
+            continue  # eager promotes; the op says so, see tests/ops/test_errors.py
+        got = as_tuple(op(*args, exact=chain))
+        assert all(torch.equal(w, g) for w, g in zip(want, got, strict=True)), chain
