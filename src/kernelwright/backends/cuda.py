@@ -57,15 +57,13 @@ class CudaLaunch:
     layout: str
     scalars: tuple[int | float, ...]
     alignment: int = 16
-    resident: int = 0
 
     @property
     def code(self) -> str:
         """The whole translation unit: the op's header and one entry point."""
-        bounds = f"{self.block}, {self.resident}" if self.resident else f"{self.block}"
         return (
             f'#include "{self.source}"\n'
-            f'extern "C" __global__ void __launch_bounds__({bounds})\n'
+            f'extern "C" __global__ void __launch_bounds__({self.block})\n'
             f"entry(const __grid_constant__ {self.arguments} args) {{ {self.template}(args); }}\n"
         )
 

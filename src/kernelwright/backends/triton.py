@@ -142,4 +142,9 @@ class TritonLaunch:
         return compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
 
-_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.bool: "i1",
+}

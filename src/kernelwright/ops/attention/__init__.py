@@ -61,8 +61,13 @@ def attention(
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             query, key, value, mask = (_cast(t, dtype) for t in (query, key, value, mask))
+    if exact is None and isinstance(scale, float | int) and scale < 0:
+        # kernels look for the largest score before they scale it; the same sign on both sides
+        query, scale = -query, -scale
     args = (query, key, value, mask, scale, causal)
     name = (_checked if torch.compiler.is_compiling() else _kept)(*args, backend)
+    if name not in ("torch", "math") and 0 in (query.shape[0], query.shape[1]):
+        name = "math"  # no batch or no heads: nothing to compute, and not every kernel knows it
     if name in sdpa.KERNELS:
         return sdpa.KERNELS[name](*args)
     return foreign.run(*args, name)

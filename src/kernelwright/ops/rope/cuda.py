@@ -44,6 +44,8 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
         raise Unsupported("exact order needs rows aligned as PyTorch's vectorised kernel does")
     threads = order.threads or free_threads(width, vector)
     block = max(128, threads)
+    while block > threads and rope.layout == "half" and block // threads * width > MAX_EXCHANGE:
+        block //= 2
     if rope.layout == "half" and rope.rotates and block // threads * width > MAX_EXCHANGE:
         raise Unsupported(f"rows of {width} are too wide to exchange halves")
     q_blocks, k_blocks = (-(-r.count // (block // threads)) for r in both)

@@ -27,7 +27,7 @@ struct FreeRms {
 #pragma unroll
         for (int i = 0; i < S::V; i++) { float v = x(k, i); total = fmaf(v, v, total); }
     total = row_sum<S::THREADS>(total, shared);
-    scale = rsqrtf(total / float(S::N) + eps);
+    scale = rsqrtf(total * (1.f / S::N) + eps);
   }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
     float y = x * scale;
@@ -35,9 +35,10 @@ struct FreeRms {
   }
 };
 
-// layer norm in free order: deviations from a first mean, which then correct that mean's own
-// rounding, so that a row around 10,000 loses no more digits than F.layer_norm does
-struct FreeLayer {
+// layer norm in free order, from the deviations of a first mean. CORRECTED: what the deviations sum
+// to is that mean's own rounding; taking it off keeps a float32 row around 10,000 as close as
+// F.layer_norm does. Rows of 16 bits have no digits there to lose.
+template <bool CORRECTED> struct FreeLayer {
   float mean, error, scale;
   template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
     float total = 0.f;
@@ -46,24 +47,26 @@ struct FreeLayer {
       if (S::inside(k))
 #pragma unroll
         for (int i = 0; i < S::V; i++) total += x(k, i);
-    mean = row_sum<S::THREADS>(total, shared) / float(S::N);
-    float rest[2] = {0.f, 0.f};  // of the deviations and of their squares
+    mean = row_sum<S::THREADS>(total, shared) * (1.f / S::N);
+    constexpr int SUMS = CORRECTED ? 2 : 1;
+    float rest[SUMS] = {};  // of the squared deviations, and of the deviations
 #pragma unroll
     for (int k = 0; k < S::K; k++)
       if (S::inside(k))
 #pragma unroll
         for (int i = 0; i < S::V; i++) {
           float d = x(k, i) - mean;
-          rest[0] += d;
-          rest[1] = fmaf(d, d, rest[1]);
+          rest[0] = fmaf(d, d, rest[0]);
+          if constexpr (CORRECTED) rest[1] += d;
         }
-    row_sums<S::THREADS, 2>(rest, shared + 32);
-    error = rest[0] / float(S::N);
-    const float variance = rest[1] / float(S::N) - error * error;
-    scale = rsqrtf(variance + eps);
+    row_sums<S::THREADS, SUMS>(rest, shared + 32);
+    error = CORRECTED ? rest[SUMS - 1] * (1.f / S::N) : 0.f;
+    scale = rsqrtf(rest[0] * (1.f / S::N) - error * error + eps);
   }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {
-    float y = ((x - mean) - error) * scale;
+    float y = x - mean;
+    if constexpr (CORRECTED) y -= error;
+    y *= scale;
     if (weighted) y *= w;
     return biased ? y + b : y;
   }
@@ -195,7 +198,10 @@ struct TorchRms {
     } else {
       total = sum<S>(x, shared);
     }
-    scale = rsqrtf(__fadd_rn(__fdiv_rn(total, float(S::N)), eps));
+    // a power of two divides as exactly as it multiplies, and ten times as fast
+    constexpr bool POWER_OF_TWO = (S::N & (S::N - 1)) == 0;
+    const float mean = POWER_OF_TWO ? __fmul_rn(total, 1.f / S::N) : __fdiv_rn(total, float(S::N));
+    scale = rsqrtf(__fadd_rn(mean, eps));
   }
 
   template <class S, class Get> __device__ float sum(Get x, float* shared) {
@@ -275,7 +281,10 @@ struct TorchLayer {
       if (threadIdx.x % 32 == 0) seen[threadIdx.x / 32] = part[0];
       __syncthreads();
 #pragma unroll
-      for (int w = 0; w < 4; w++) row[w] = seen[threadIdx.x / 128 * 4 + w];
+      for (int w = 0; w < 4; w++) {
+        row[w] = seen[threadIdx.x / 128 * 4 + w];
+        if constexpr (S::FULL) row[w].count = S::N / 4;
+      }
     } else {
 #pragma unroll
       for (int w = 0; w < WARPS; w++)
@@ -290,7 +299,7 @@ struct TorchLayer {
     // contracted where nvcc contracts PyTorch's own expression
     const float d = x - mean, y = __fmul_rn(scale, d);
     if (weighted) return R::keep(biased ? __fmaf_rn(w, y, b) : __fmul_rn(w, y));
-    return R::keep(biased ? __fmaf_rn(scale, d, b) : y);
+    return R::keep(biased ? __fadd_rn(y, b) : y);  // as with a weight of one
   }
 };
 

@@ -1,0 +1,100 @@
+"""Every kernel that the declared cases need, planned without a GPU on tensors without memory."""
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernelwright.backends import Target, Unsupported
+from kernelwright.ops.case import Case, Inputs
+from kernelwright.ops.op import Op, registry
+from kernelwright.ops.plan import Call
+
+# one GPU of each architecture, with its number of multiprocessors
+TARGETS = {
+    "sm_75": Target((7, 5), 40),
+    "sm_80": Target((8, 0), 108),
+    "sm_89": Target((8, 9), 142),
+    "sm_90": Target((9, 0), 132),
+    "sm_100": Target((10, 0), 148),
+    "sm_120": Target((12, 0), 170),
+}
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launch, the call it was planned for, and how to name it in a report."""
+
+    name: str
+    launch: Any
+    call: Call
+    dtype: torch.dtype
+    large: bool
+
+
+def kernels(backend: str, arch: str, everything: bool) -> Iterator[Kernel]:
+    """The kernels for an architecture. `everything`: each case, model shapes in every dtype and
+    with what unaligned addresses need; otherwise the largest case of each op, chain and dtype."""
+    for op in registry().values():
+        if not isinstance(op, Op) or backend not in op.backends:
+            continue
+        cases = [c for c in op.cases if _elements(c)]
+        if not everything:
+            cases = [max(cases, key=_elements)]
+        for exact in (None, *(op.exact if backend == "cuda" else ())):
+            for case in cases:
+                for dtype in DTYPES if case.large else DTYPES[:1]:
+                    yield from _planned(op, backend, arch, exact, dtype, case, 16)
+                    if everything and case.large and not exact:
+                        yield from _planned(op, backend, arch, exact, dtype, case, dtype.itemsize)
+
+
+def _planned(
+    op: Op,
+    backend: str,
+    arch: str,
+    exact: str | None,
+    dtype: torch.dtype,
+    case: Case,
+    alignment: int,
+) -> Iterator[Kernel]:
+    arguments = case.arguments(Inputs(dtype, "meta"))
+    outputs = op.allocate(*(arguments[n] for n in op.arguments))
+    values = arguments | dict(zip(op.outputs, outputs, strict=True))
+    call = Call(values, op=op.name, exact=exact, target=TARGETS[arch], alignment=alignment)
+    try:
+        launch = getattr(op.kernels, backend)(call)
+    except Unsupported:
+        return
+    how = f", exact {exact}" if exact else ""
+    name = f"{op.name} [{case.name}] {dtype}{how}, {alignment}-byte"
+    yield Kernel(name, launch, call, dtype, case.large)
+
+
+def _elements(case: Case) -> int:
+    """The elements of the largest tensor, or none if one is empty."""
+    given = case.arguments(Inputs(torch.float32, "meta")).values()
+    counts = [t.numel() for t in given if isinstance(t, torch.Tensor)]
+    return max(counts) if all(counts) else 0
+
+
+def resource_usage(cubin: bytes) -> str:
+    """What cuobjdump, which Triton brings along, says of registers, stack and local memory."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [tools / "cuobjdump", "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return report.stdout
