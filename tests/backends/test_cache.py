@@ -61,7 +61,13 @@ def test_a_foreign_or_changed_file_is_not_read(cache):
     whole = cache.path(KEY).read_bytes()
     changed = bytearray(whole)
     changed[-1] ^= 1
-    for content in (PAYLOAD, b"\x7fELF" + PAYLOAD, bytes(changed), whole + b"\0", b"older\n" + whole):
+    for content in (
+        PAYLOAD,
+        b"\x7fELF" + PAYLOAD,
+        bytes(changed),
+        whole + b"\0",
+        b"older\n" + whole,
+    ):
         cache.path(KEY).write_bytes(content)
         assert cache.read(KEY) is None
 

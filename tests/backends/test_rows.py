@@ -11,9 +11,9 @@ from kernelwright.ops.rows import MAX_DIMS, MAX_ROWS, rows_of, vector_width
 
 LAYOUTS = {
     "contiguous": lambda *s: torch.empty(s, device="meta"),
-    "columns of a wider tensor": lambda *s: torch.empty(
-        (*s[:-1], 3 * s[-1]), device="meta"
-    )[..., s[-1] : 2 * s[-1]],
+    "columns of a wider tensor": lambda *s: torch.empty((*s[:-1], 3 * s[-1]), device="meta")[
+        ..., s[-1] : 2 * s[-1]
+    ],
     "transposed": lambda *s: torch.empty((s[1], s[0], *s[2:]), device="meta").transpose(0, 1),
     "expanded": lambda *s: torch.empty((1, *s[1:]), device="meta").expand(s),
     "one row for all": lambda *s: torch.empty(s[-1], device="meta"),

@@ -100,7 +100,7 @@ def test_the_number_of_plans_kept_is_bounded(op, monkeypatch):
     names = [n for n, a in arguments.items() if n == "eps"]
     for i, case in enumerate([*small(op)] * 2):
         arguments = case.arguments(Inputs(torch.float32, seed=i))
-        arguments |= {n: 1e-6 * (i + 1) for n in names}
+        arguments |= dict.fromkeys(names, 1e-06 * (i + 1))
         op.call(arguments)
         assert 1 <= len(op._plans) <= 6
 
@@ -110,8 +110,7 @@ def asked(backend=None):
     try:
         kernelwright.rmsnorm(torch.ones(1, 8), backend=backend)
     except ValueError as error:
-        assert "backend 'cuda'" in str(error)
-        return "cuda"
+        return "cuda" if "backend 'cuda'" in str(error) else str(error)
     return "other"
 
 

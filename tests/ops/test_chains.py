@@ -1,4 +1,4 @@
-"""The eager chains are the code of diffusers and transformers: their own modules give those bits."""
+"""The eager chains are the code of diffusers and transformers: their modules give those bits."""
 
 import pytest
 import torch

@@ -12,7 +12,9 @@ import kernelwright as kw
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops.case import Inputs
 
-every_backend = pytest.mark.parametrize("backend", ["torch", *(["triton"] if interpreting() else [])])
+every_backend = pytest.mark.parametrize(
+    "backend", ["torch", *(["triton"] if interpreting() else [])]
+)
 PARTS = ("scale", "shift", "gate")
 BATCH, FRAMES, TOKENS, WIDTH = 2, 3, 12, 64
 
@@ -44,7 +46,9 @@ def test_every_form_of_a_modulation_says_the_same(op, backend):
     rows = next(iter(tensors(arguments).values())).shape
     inputs = Inputs(torch.float32)
     for n, t in tensors(arguments).items():
-        arguments[n] = inputs.normal(BATCH, TOKENS, WIDTH) if t.shape == rows else inputs.weight(WIDTH)
+        arguments[n] = (
+            inputs.normal(BATCH, TOKENS, WIDTH) if t.shape == rows else inputs.weight(WIDTH)
+        )
     values = {n: inputs.normal(BATCH, 1, WIDTH) for n in modulated(op)}
 
     def call(how):

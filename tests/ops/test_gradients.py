@@ -156,7 +156,9 @@ def test_empty_tensors_have_empty_gradients(op):
     for case in empty:
         arguments, wanted = leaves(case.arguments(Inputs(torch.float32)))
         for t, g in zip(
-            wanted.values(), gradients(op.call(arguments), wanted, materialize_grads=True), strict=True
+            wanted.values(),
+            gradients(op.call(arguments), wanted, materialize_grads=True),
+            strict=True,
         ):
             assert g.shape == t.shape
             assert not g.count_nonzero(), "what no row touches has no gradient"

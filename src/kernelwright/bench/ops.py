@@ -106,32 +106,38 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def run(
-    names: list[str], dtype: torch.dtype, out: Path | None, with_compile: bool
+    names: list[str],
+    presets: list[str],
+    dtype: torch.dtype,
+    out: Path | None,
+    with_compile: bool,
 ) -> list[dict[str, Any]]:
     chosen = [
         (op, case)
         for op in registry().values()
         if isinstance(op, Op) and (not names or op.name in names)
         for case in op.cases
-        if case.large
+        if case.large and (not presets or case.preset in presets)
     ]
-    rows = [
-        measure(op, case, dtype, with_compile)
-        for op, case in track(chosen, "timing ops", console=Console(stderr=True))
-    ]
-    if out is not None:
-        results.write(out, "ops", rows)
+    rows = []
+    for op, case in track(chosen, "timing ops", console=Console(stderr=True)):
+        rows.append(measure(op, case, dtype, with_compile))
+        if out is not None:
+            results.write(out, "ops", rows)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ops", nargs="*", help="names of ops; all by default")
+    parser.add_argument("--preset", nargs="*", default=[], help="shapes of these models only")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     args = parser.parse_args()
-    rows = run(args.ops, getattr(torch, args.dtype), args.out, not args.no_compile)
+    rows = run(
+        args.ops, args.preset, getattr(torch, args.dtype), args.out, not args.no_compile
+    )
     Console(width=150).print(table(rows))
 
 

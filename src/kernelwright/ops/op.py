@@ -46,7 +46,8 @@ class Kernels(Protocol):
 class Op:
     """One op. `schema` is a torch.library schema; `exact` maps names to the eager chains whose bits
     the CUDA kernels reproduce; `allocate` makes the outputs for given inputs; `sized` makes inputs
-    of any number of rows and width, for the table of exact widths."""
+    of any number of rows and width, for the table of exact widths; `prefer` is the order in which
+    backends are tried on a GPU, by measurement, or a function of the arguments that gives it."""
 
     name: str
     schema: str
@@ -60,7 +61,7 @@ class Op:
     outputs: tuple[str, ...] = ("out",)
     exact: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     inplace: tuple[str, ...] = ()
-    prefer: tuple[str, ...] = ("triton", "cuda")
+    prefer: tuple[str, ...] | Callable[..., tuple[str, ...]] = ("triton", "cuda")
     backends: tuple[str, ...] = ("torch", "triton", "cuda")
 
     def __post_init__(self) -> None:
@@ -236,7 +237,8 @@ class Op:
     def choose(self, args: tuple[Any, ...], exact: str | None, backend: str = "auto") -> Choice:
         """The backend that runs this call, and why."""
         tensor = next(a for a in args if isinstance(a, Tensor))
-        return self.choose_for(tensor.device, tensor.dtype, exact, backend)
+        order = self.prefer(*args) if callable(self.prefer) else self.prefer
+        return selection.choose(self.name, order, tensor.device, tensor.dtype, exact, backend)
 
     def choose_for(
         self,
@@ -246,7 +248,8 @@ class Op:
         backend: str = "auto",
     ) -> Choice:
         """The backend for tensors of this device and dtype, and why."""
-        return selection.choose(self.name, self.prefer, device, dtype, exact, backend)
+        order = ("triton", "cuda") if callable(self.prefer) else self.prefer
+        return selection.choose(self.name, order, device, dtype, exact, backend)
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ def use_backend(backend: str) -> Iterator[None]:
     """Run every op in the block on one backend: "auto", "torch", "triton" or "cuda".
 
     >>> with use_backend("torch"):
-    ...     y = rmsnorm(x)
+    ...     y = rmsnorm(torch.ones(1, 2))
     """
     if backend not in BACKENDS:
         raise ValueError(f"use_backend: backend is {backend!r}, expected one of {BACKENDS}")

@@ -26,6 +26,8 @@ def default(
     # not every kernel takes both, and PyTorch's CPU one makes NaN of causal with a negative scale
     if causal and (mask is not None or (scale is not None and scale <= 0)):
         mask, causal = with_causal(mask, query, key), False
+    if 0 in (query.shape[0], query.shape[1]):  # on CUDA it returns None for no batch (torch 2.11)
+        return math(query, key, value, mask, scale, causal)
     if mask is not None and mask.ndim == 1:
         mask = mask[None]
     grouped = False

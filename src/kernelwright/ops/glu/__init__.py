@@ -81,6 +81,7 @@ GEGLU = Op(
     exact={"torch": reference.eager_geglu},
     kernels=GluKernel(activation="gelu"),
     cases=cases.GEGLU,
+    prefer=("cuda", "triton"),  # the erf form: 35 against 40 us at 2x4096x2560 on H200
     sized=cases.sized_geglu,
 )
 

@@ -56,7 +56,15 @@ def apply_rope_qk(
     exact: str | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rope` of query and key in one launch; they may have different numbers of heads."""
+    """q, k = apply_rope(query), apply_rope(key), in one launch.
+
+    Args:
+        query, key: as x in `apply_rope`; they may have different numbers of heads.
+        cos, sin, layout, inplace, exact: as in `apply_rope`.
+
+    >>> x = torch.ones(1, 1, 2)
+    >>> q, k = apply_rope_qk(x, x, torch.zeros(1, 1), torch.ones(1, 1))
+    """
     return APPLY_ROPE_QK(
         query, key, cos, sin, layout, inplace=inplace, exact=exact, backend=backend
     )

@@ -80,7 +80,7 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   Operands early[EARLY ? K : 1];
 #pragma unroll
   for (int k = 0; k < K; k++)
-    if (S::inside(k)) held[k].stream(x + S::vector(k) * V);
+    if (S::inside(k)) held[k].load(x + S::vector(k) * V);
   if constexpr (EARLY) {
 #pragma unroll
     for (int k = 0; k < K; k++)

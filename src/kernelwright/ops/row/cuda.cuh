@@ -61,7 +61,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
   if constexpr (HELD) {
 #pragma unroll
     for (int k = 0; k < K; k++)
-      if (S::inside(k)) held[k].stream(x + S::vector(k) * V);
+      if (S::inside(k)) held[k].load(x + S::vector(k) * V);
   }
   Operands early[EARLY ? K : 1];
   if constexpr (EARLY) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
     struct Added { Vec<X, V> residual; Vec<M, V> gate; };
     auto fetch = [&](int k) {
       Added from;
-      from.residual.stream((const X*)a.residual + at.offset(a.at_residual) + S::vector(k) * V);
+      from.residual.load((const X*)a.residual + at.offset(a.at_residual) + S::vector(k) * V);
       if constexpr (PARTS & GATE) from.gate.load((const M*)a.gate + at.offset(a.at_gate) + S::vector(k) * V);
       return from;
     };

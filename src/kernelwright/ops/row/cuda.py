@@ -60,8 +60,7 @@ def _order(row: RowCall, chain: str | None, rows: int, room: int) -> Order:
     if row.norm == "none":
         return Order("NoNorm")
     if chain is None:
-        corrected = "true" if row.x.dtype == torch.float32 else "false"
-        return Order("FreeRms" if row.norm == "rms" else f"FreeLayer<{corrected}>")
+        return Order({"rms": "FreeRms", "layer": "FreeLayer"}[row.norm])
     if row.norm == "layer":
         return torch_order(row.width, "TorchLayer", room)
     if row.has("bias"):

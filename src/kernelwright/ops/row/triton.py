@@ -155,16 +155,14 @@ def row_kernel(
             b_h = tl.where(m_h, b_h - b_mean, 0.0)
             if TAIL > 0:
                 b_t = tl.where(m_t, b_t - b_mean, 0.0)
-            if x.dtype.element_ty == tl.float32:
-                # what the deviations still sum to is the rounding of the mean itself; rows of 16
-                # bits have no digits there to lose
-                b_left = tl.sum(b_h, 1)
-                if TAIL > 0:
-                    b_left += tl.sum(b_t, 1)
-                b_error = (b_left / N)[:, None]
-                b_h = tl.where(m_h, b_h - b_error, 0.0)
-                if TAIL > 0:
-                    b_t = tl.where(m_t, b_t - b_error, 0.0)
+            # what the deviations still sum to is the rounding of the mean itself
+            b_left = tl.sum(b_h, 1)
+            if TAIL > 0:
+                b_left += tl.sum(b_t, 1)
+            b_error = (b_left / N)[:, None]
+            b_h = tl.where(m_h, b_h - b_error, 0.0)
+            if TAIL > 0:
+                b_t = tl.where(m_t, b_t - b_error, 0.0)
         if NORM != "none":
             b_square = tl.sum(b_h * b_h, 1)
             if TAIL > 0:
