@@ -114,7 +114,6 @@ def asked(backend=None):
     return "other"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: tests/gpu runs the kernels")
 class TestUseBackend:
     def test_it_holds_inside_the_block_and_nests(self):
         assert asked() == "other"

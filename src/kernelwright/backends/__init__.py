@@ -19,8 +19,8 @@ class Launch(Protocol):
     """A kernel with everything about its launch but the addresses.
 
     `pointers` names the op's arguments and outputs in kernel order, "" where the op has none for
-    that place; `alignment` is what every address must be a multiple of, in bytes. What `load` returns
-    takes the addresses of those that are there.
+    that place; `alignment` is what every address must be a multiple of, in bytes. What `load`
+    returns takes the addresses of those that are there.
     """
 
     @property

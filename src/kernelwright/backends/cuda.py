@@ -133,7 +133,7 @@ def check(status: int, what: str) -> None:
         raise RuntimeError(f"kernelwright: {what} failed: {(text.value or b'?').decode()}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _function(device: int, cubin: bytes) -> int:
     """The loaded kernel; modules stay for the life of the process, graphs may hold them."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()

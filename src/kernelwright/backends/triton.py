@@ -52,7 +52,7 @@ class _Address:
 
 @dataclass(frozen=True)
 class TritonLaunch:
-    """`kernel(*pointers, *scalars, **constants)` over `grid`; kernels name arguments in that order."""
+    """`kernel(*pointers, *scalars, **constants)` over `grid`; kernels take them in that order."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -96,7 +96,7 @@ class TritonLaunch:
         return launch
 
     def _arrangement(self, values: Mapping[str, Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
-        """Puts the addresses that are there, None for the others, scalars and constants in order."""
+        """Puts addresses in order, None where there is none, then scalars and constants."""
         present = [values.get(n) is not None for n in self.pointers]
         tail = (*self.scalars, *self.constants.values())
         if all(present):
@@ -118,7 +118,7 @@ class TritonLaunch:
         names = self.kernel.arg_names
         given = [*(values.get(n) for n in self.pointers), *self.scalars]
         constants = dict(self.constants)
-        signature = {n: "constexpr" for n in constants}
+        signature = dict.fromkeys(constants, "constexpr")
         divisible = {}
         for i, (name, value) in enumerate(zip(names, given, strict=False)):
             if value is None:

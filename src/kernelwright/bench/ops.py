@@ -6,6 +6,7 @@ A figure is taken only after the answer it belongs to was checked against float6
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def measure(op: Op, case: Case, dtype: torch.dtype, with_compile: bool = True) -
         if not error < WRONG[dtype]:
             raise AssertionError(f"{op.name} {case.name} {name}: error {error:.2e} against float64")
         row["gpu_us"][name] = gpu_us(way, sets)
-        row["host_us"][name] = host_us(lambda w=way: w(args))
+        row["host_us"][name] = host_us(functools.partial(way, args))
     return row
 
 
@@ -135,9 +136,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     args = parser.parse_args()
-    rows = run(
-        args.ops, args.preset, getattr(torch, args.dtype), args.out, not args.no_compile
-    )
+    rows = run(args.ops, args.preset, getattr(torch, args.dtype), args.out, not args.no_compile)
     Console(width=150).print(table(rows))
 
 

@@ -53,9 +53,7 @@ def vector(op: str, name: str, value: Any, width: int, against: str = "input") -
     if value.ndim != 1:
         raise ValueError(f"{op}: {name} has shape {list(value.shape)}, expected [{width}]")
     if value.shape[0] != width:
-        raise ValueError(
-            f"{op}: {name} has {value.shape[0]} elements, {against} has width {width}"
-        )
+        raise ValueError(f"{op}: {name} has {value.shape[0]} elements, {against} has width {width}")
 
 
 def like(op: str, name: str, value: Any, other: Tensor, against: str) -> None:

@@ -70,9 +70,7 @@ def register_inplace(op: Op) -> Callable[..., Any]:
         op.validate(tuple(args), None, exact or None, backend or "auto", True)
 
     _library.impl(f"{op.name}_", _with_defaults(op, run), "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"{NAMESPACE}::{op.name}_", _with_defaults(op, fake), lib=_library
-    )
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}_", _with_defaults(op, fake), lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), f"{op.name}_").default
 
 

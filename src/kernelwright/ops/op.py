@@ -104,7 +104,7 @@ class Op:
     def compute(
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str, inplace: bool
     ) -> Any:
-        """Run on real tensors, below autograd: find or make the plan of this signature, follow it."""
+        """Run on real tensors, below autograd: find or make the plan of this call, follow it."""
         with torch.no_grad():
             key = self._signature(args, exact, backend, inplace)
         if key is None:  # a subclass that reached the bottom of the dispatcher is a tensor to us
@@ -159,9 +159,7 @@ class Op:
         given = (out,) if single else out
         results = (result,) if single else result
         checks.outputs(self.name, self.outputs, given, results, args)
-        kept = tuple(
-            r if o is None else o.copy_(r) for o, r in zip(given, results, strict=True)
-        )
+        kept = tuple(r if o is None else o.copy_(r) for o, r in zip(given, results, strict=True))
         return kept[0] if single else kept
 
     # the first call of a signature
@@ -177,9 +175,7 @@ class Op:
             return eager_plan(self, how)
         return self.launch_plan(args, given, how)
 
-    def launch_plan(
-        self, args: tuple[Any, ...], out: Any, how: How, alignment: int = 16
-    ) -> Plan:
+    def launch_plan(self, args: tuple[Any, ...], out: Any, how: How, alignment: int = 16) -> Plan:
         """A plan that launches a kernel; where none serves, an error or, unasked, plain PyTorch."""
         try:
             return LaunchPlan(self, args, out, how, alignment).follow

@@ -99,7 +99,7 @@ class LaunchPlan:
         names = (*op.arguments, *op.outputs)
         values = dict(zip(names, (*args, *outs), strict=True))
         if all(o is None or o.numel() == 0 for o in outs):
-            self.follow = self._nothing
+            self.follow: Plan = self._nothing
             return
         device = next(a.device for a in args if isinstance(a, Tensor))
         target = Target.of(device)

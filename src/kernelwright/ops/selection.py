@@ -88,7 +88,7 @@ def choose(
         return Choice(backend, "asked for by name")
     if device.type != "cuda":
         return Choice("torch", f"tensors on {device.type}: plain PyTorch")
-    problems = []
+    problems: list[str] = []
     for name in ("cuda",) if exact else prefer:
         problem = _problem(name, device, dtype, exact)
         if problem is None:

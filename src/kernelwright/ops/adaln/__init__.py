@@ -121,7 +121,7 @@ def adaln_zero(
 
 def _check(op: str, x: Tensor, name: str = "input", **parts: Tensor | None) -> None:
     checks.tensor(op, name, x)
-    affine = {n: parts.pop(n) for n in ("weight", "bias") if n in parts}
+    affine: dict[str, Tensor | None] = {n: parts.pop(n) for n in ("weight", "bias") if n in parts}
     for n, t in affine.items():
         checks.vector(op, n, t, x.shape[-1], name)
     checks.one_dtype(op, affine)
@@ -185,9 +185,7 @@ ADALN_ZERO = Op(
     allocate=lambda input, *_: (torch.empty_like(input),),
     reference=reference.adaln_zero,
     exact=reference.ADALN_ZERO_CHAINS,
-    kernels=RowKernel(
-        norm="rms", weight="weight", scale="scale", shift="shift", out_gate="gate"
-    ),
+    kernels=RowKernel(norm="rms", weight="weight", scale="scale", shift="shift", out_gate="gate"),
     cases=cases.ADALN_ZERO,
     sized=cases.sized_zero,
 )

@@ -20,7 +20,9 @@ MODULATIONS: dict[str, Callable[[Inputs, int, int, int], tuple[Tensor, ...]]] = 
 }
 
 
-def _case(x: str, parts: tuple[str, ...], shape: tuple[int, int, int], how: str, **more: Any) -> Any:
+def _case(
+    x: str, parts: tuple[str, ...], shape: tuple[int, int, int], how: str, **more: Any
+) -> Any:
     def arguments(inputs: Inputs) -> dict[str, Any]:
         b, s, d = shape
         made = dict(zip(("scale", "shift", "gate"), MODULATIONS[how](inputs, b, s, d), strict=True))
@@ -41,7 +43,12 @@ def _all(x: str, parts: tuple[str, ...], **more: Any) -> list[Case]:
     absent = Case("no modulation", _case(x, (), (2, 3, 96), "[D]", **{**more, **none}))
     empty = Case("no tokens", _case(x, parts, (2, 0, 64), "[B, D]", **more))
     models = [
-        Case(f"{preset} {'x'.join(map(str, shape))}", _case(x, parts, shape, how, **more), True, preset)
+        Case(
+            f"{preset} {'x'.join(map(str, shape))}",
+            _case(x, parts, shape, how, **more),
+            True,
+            preset,
+        )
         for preset, shape, how in (
             ("ltx", (2, 2688, 2048), "[B, 1, D] of unbind"),
             ("flux", (1, 4608, 3072), "[B, D]"),

@@ -62,9 +62,7 @@ def rmsnorm_residual(
     tensor([[2., 2.]])
     """
     given = None if out is None and residual_out is None else (out, residual_out)
-    return RMSNORM_RESIDUAL(
-        input, residual, weight, eps, out=given, exact=exact, backend=backend
-    )
+    return RMSNORM_RESIDUAL(input, residual, weight, eps, out=given, exact=exact, backend=backend)
 
 
 def _check(input: Tensor, weight: Tensor | None, eps: float) -> None:
@@ -72,9 +70,7 @@ def _check(input: Tensor, weight: Tensor | None, eps: float) -> None:
     checks.vector("rmsnorm", "weight", weight, input.shape[-1])
 
 
-def _check_residual(
-    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float
-) -> None:
+def _check_residual(input: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> None:
     checks.tensor("rmsnorm_residual", "input", input)
     checks.like("rmsnorm_residual", "residual", residual, input, "input")
     checks.vector("rmsnorm_residual", "weight", weight, input.shape[-1])
@@ -95,7 +91,8 @@ RMSNORM = Op(
 
 RMSNORM_RESIDUAL = Op(
     name="rmsnorm_residual",
-    schema="(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6) -> (Tensor, Tensor)",
+    schema="(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6) "
+    "-> (Tensor, Tensor)",
     formula="s = input + residual; s / sqrt(mean(s²) + eps) · weight",
     outputs=("out", "residual_out"),
     check=_check_residual,

@@ -247,7 +247,7 @@ def _on_grid(
 def check_tables(
     op: str, name: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str, width: int
 ) -> None:
-    """Tables that fit rows of `width`: D or D/2 columns, broadcasting over the leading dims of x."""
+    """Tables that fit rows of `width`: D or D/2 columns, spreading over the leading dims of x."""
     checks.choice(op, "layout", layout, LAYOUTS)
     if width % 2:
         raise ValueError(f"{op}: {name} has width {width}, expected an even one")
@@ -264,7 +264,8 @@ def check_tables(
         n not in (1, m) for n, m in zip(reversed(table.shape[:-1]), reversed(lead), strict=False)
     ):
         raise ValueError(
-            f"{op}: cos has shape {list(cos.shape)}, which does not spread over {name} {list(x.shape)}"
+            f"{op}: cos has shape {list(cos.shape)}, "
+            f"which does not spread over {name} {list(x.shape)}"
         )
 
 

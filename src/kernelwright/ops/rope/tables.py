@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,16 +89,16 @@ def _make(
     return angles.cos().float(), angles.sin().float()
 
 
-def _op(*values: object) -> tuple[Tensor, Tensor]:
+def _op(*values: Any) -> tuple[Tensor, Tensor]:
     t, h, w, dt, dh, dw, tt, th, tw, device = values
-    cos, sin = _kept((t, h, w), (dt, dh, dw), (tt, th, tw), device)  # type: ignore[arg-type]
+    cos, sin = _kept((t, h, w), (dt, dh, dw), (tt, th, tw), device)
     return cos.clone(), sin.clone()
 
 
-def _fake(*values: object) -> tuple[Tensor, Tensor]:
+def _fake(*values: Any) -> tuple[Tensor, Tensor]:
     t, h, w, dt, dh, dw, *_, device = values
-    shape = (t * h * w, (dt + dh + dw) // 2)  # type: ignore[operator]
-    table = torch.empty(shape, dtype=torch.float32, device=device)  # type: ignore[call-overload]
+    shape = (t * h * w, (dt + dh + dw) // 2)
+    table = torch.empty(shape, dtype=torch.float32, device=device)
     return table, torch.empty_like(table)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def columns(START: tl.constexpr, U: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr):
-    """Where the elements of pairs START.. lie in a row: [1, 2U] interleaved, else the first [1, U]."""
+    """Where pairs START.. lie in a row: [1, 2U] interleaved, else their first elements [1, U]."""
     if LAYOUT == "interleaved":
         return 2 * START + tl.arange(0, 2 * U)[None, :]
     else:
@@ -258,7 +258,7 @@ def rope_kernel(
     HALF_TABLE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Strides are numbered from the outermost row dimension: q query, k key, c cos, s sin, o out."""
+    """Strides count from the outermost row dimension: q query, k key, c cos, s sin, o out."""
     i = tl.program_id(0)
     if i < q_blocks:
         norm_and_turn(

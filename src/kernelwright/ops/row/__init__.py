@@ -5,8 +5,8 @@
     y = (n * (1 + scale) + shift) * out_gate
 
 Every norm, modulation and gated residual of the library is this kernel with parts left out, so the
-formula is written once for Triton (`triton.py`) and once for CUDA (`cuda.cuh`). An op names which of
-its arguments plays which part.
+formula is written once for Triton (`triton.py`) and once for CUDA (`cuda.cuh`). An op names which
+of its arguments plays which part.
 """
 
 from __future__ import annotations

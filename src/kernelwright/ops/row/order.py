@@ -47,8 +47,8 @@ def mean_order(width: int, rows: int, room: int) -> Order:
     """x.float().pow(2).mean(-1), as diffusers' and transformers' RMSNorm have it.
 
     at::mean over contiguous float32 rows splits 512 threads between the rows and the row, the row
-    taking what few rows leave (setReduceConfig in ATen/native/cuda/Reduce.cuh). `room` is the widest
-    vector that the row's alignment allows.
+    taking what few rows leave (setReduceConfig in ATen/native/cuda/Reduce.cuh). `room` is the
+    widest vector that the row's alignment allows.
     """
     if width >= 8192 or width < 32 or (width >= 128 and width % 4):
         raise Unsupported(f"at::mean sums rows of {width} in an order that has no kernel here")

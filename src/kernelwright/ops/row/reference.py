@@ -1,4 +1,4 @@
-"""The parts of a row op in plain PyTorch: the truth, and the eager chains that exact modes equal."""
+"""The parts of a row op in plain PyTorch: the truth, and the eager chains of exact modes."""
 
 from __future__ import annotations
 
