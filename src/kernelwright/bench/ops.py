@@ -42,7 +42,6 @@ def measure(op: Op, case: Case, dtype: torch.dtype, with_compile: bool = True) -
         "eager": lambda a: eager(*a),
         "triton": lambda a: op(*a, backend="triton"),
         "cuda": lambda a: op(*a, backend="cuda"),
-        "auto": lambda a: op(*a),
         **{f"exact:{c}": (lambda a, c=c: op(*a, exact=c, backend="cuda")) for c in op.exact},
     }
     if with_compile:
@@ -55,6 +54,7 @@ def measure(op: Op, case: Case, dtype: torch.dtype, with_compile: bool = True) -
         "case": case.name,
         "preset": case.preset,
         "dtype": str(dtype).removeprefix("torch."),
+        "chosen": op.choose(tuple(args), None).backend,
         "megabytes": round(moved / 1e6, 2),
         "copy_us": copy_us(moved, device),
         "gpu_us": {},
