@@ -6,8 +6,7 @@ import os
 import platform
 import warnings
 from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from . import backends
 from .backends import cuda
 from .backends.cache import KernelCache
 from .gpus import Gpu, nvidia_smi, torch_gpu
@@ -210,19 +208,7 @@ def choose(
     """The backend an op takes for tensors of this device and dtype, and why."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason is in the answer
-        if isinstance(op, Op):
-            return op.choose_for(device, dtype, exact)
-    if exact:
-        return Choice("torch", "PyTorch's own kernel")
-    own = f"{op.function.__module__}.choice"  # a folder that chooses among kernels has this module
-    if find_spec(own):
-        return import_module(own).choose_for(device, dtype)
-    if device.type != "cuda":
-        return Choice("torch", f"tensors on {device.type}: plain PyTorch")
-    for name in op.backends:
-        if name != "torch" and backends.problem(name, device, dtype) is None:
-            return Choice(name, "the choice of the ops it is made of")
-    return Choice("torch", "made of PyTorch's own kernels")
+        return op.choose_for(device, dtype, exact)
 
 
 def _nvrtc() -> tuple[str | None, str | None]:

@@ -58,7 +58,6 @@ def measure(op: Op, case: Case, dtype: torch.dtype, with_compile: bool = True) -
         "megabytes": round(moved / 1e6, 2),
         "copy_us": copy_us(moved, device),
         "gpu_us": {},
-        "host_us": {},
         "error": {},
     }
     for name, way in ways.items():
@@ -72,7 +71,7 @@ def measure(op: Op, case: Case, dtype: torch.dtype, with_compile: bool = True) -
         if not error < WRONG[dtype]:
             raise AssertionError(f"{op.name} {case.name} {name}: error {error:.2e} against float64")
         row["gpu_us"][name] = gpu_us(way, sets)
-        row["host_us"][name] = host_us(functools.partial(way, args))
+    row["host_us"] = host_us({n: functools.partial(ways[n], args) for n in row["gpu_us"]})
     return row
 
 

@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "commit": os.environ.get("KERNELWRIGHT_COMMIT") or _output("git", "rev-parse", "HEAD"),
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": " ".join(["python", *map(_portable, sys.orig_argv[1:])]),
     }
 
 
@@ -44,6 +44,11 @@ def write(path: Path, kind: str, rows: list[dict[str, Any]], **more: Any) -> Non
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _portable(argument: str) -> str:
+    """An argument without the folders of this machine."""
+    return Path(argument).name if os.path.isabs(argument) else argument
 
 
 def _version(package: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,19 +50,22 @@ def gpu_us(call: Callable[[Any], Any], sets: Sequence[Any], replays: int = 9) ->
     return statistics.median(readings)
 
 
-def host_us(call: Callable[[], Any], calls: int = 100, repeats: int = 7) -> float:
-    """Median microseconds that the calling thread spends on one call."""
-    for _ in range(10):
-        call()
-    readings = []
+def host_us(
+    ways: Mapping[str, Callable[[], Any]], calls: int = 100, repeats: int = 9
+) -> dict[str, float]:
+    """Median microseconds that the calling thread spends on a call of each of the ways, taken in
+    turns: a CPU that slows down for a while slows them all."""
+    readings: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
+        for name, call in ways.items():
             call()
-        readings.append((time.perf_counter() - begin) * 1e6 / calls)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            readings[name].append((time.perf_counter() - begin) * 1e6 / calls)
     torch.cuda.synchronize()
-    return statistics.median(readings)
+    return {name: statistics.median(taken) for name, taken in readings.items()}
 
 
 def copy_us(moved: int, device: torch.device) -> float:

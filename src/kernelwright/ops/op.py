@@ -258,11 +258,20 @@ class Composite:
     function: Callable[..., Any]
     reference: Callable[..., Any]
     cases: Sequence[Case]
+    chooser: Callable[[torch.device, torch.dtype], Choice]
     exact: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     backends: tuple[str, ...] = ("torch",)
 
     def __post_init__(self) -> None:
         _registry[self.name] = self
+
+    def choose_for(
+        self, device: torch.device, dtype: torch.dtype, exact: str | None = None
+    ) -> Choice:
+        """What runs for tensors of this device and dtype, and why."""
+        if exact:
+            return Choice("torch", "PyTorch's own kernels")
+        return self.chooser(device, dtype)
 
     def call(self, arguments: Mapping[str, Any], **how: Any) -> Any:
         return self.function(**arguments, **how)

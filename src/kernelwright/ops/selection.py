@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,8 +20,6 @@ current: ContextVar[str] = ContextVar("kernelwright_backend", default="auto")
 # stack while it is traced, or asks what surrounds it each time it runs
 _traced: list[str] = []
 SURROUNDING = ""
-# the same stack in eager code, for composites: Dynamo reads and guards a list
-_entered: list[str] = []
 
 
 @contextmanager
@@ -40,11 +39,9 @@ def use_backend(backend: str) -> Iterator[None]:
             _traced.pop()
         return
     token = current.set(backend)
-    _entered.append(backend)
     try:
         yield
     finally:
-        _entered.pop()
         current.reset(token)
 
 
@@ -53,12 +50,23 @@ def traced() -> str:
     return _traced[-1] if _traced else SURROUNDING
 
 
+def given(function: Any) -> Any:
+    """Tell torch.compile to take what this returns for a constant. torch.compiler's decorator of
+    that purpose sets the same mark, but imports Dynamo and Triton to do so."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def surrounding() -> str:
-    """The backend that `use_backend` sets here, in eager code and while a graph is traced."""
-    if not torch.compiler.is_compiling():
-        return current.get()
-    stack = _traced or _entered
-    return stack[-1] if stack else "auto"
+    """The backend of the innermost `use_backend`; a graph keeps the one it was traced under."""
+    if torch.compiler.is_compiling():
+        return traced() or _around_the_graph()
+    return current.get()
+
+
+@given
+def _around_the_graph() -> str:
+    return current.get()
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import checks, selection
 from ..op import MAX_PLANS, Composite
 from . import cases, foreign, reference, sdpa
-from .choice import BACKENDS, choose, request_of
-from .limits import deterministic, given, switches
+from .choice import BACKENDS, choose, choose_for, request_of
+from .limits import deterministic, switches
 
 __all__ = ["attention"]
 
@@ -52,7 +52,7 @@ def attention(
     tensor([1., 2.])
     """
     if backend is None:
-        backend = _current_backend()
+        backend = selection.surrounding()
     if exact is not None:
         checks.choice("attention", "exact", exact, ("torch",))
         backend = "torch"
@@ -71,18 +71,6 @@ def attention(
     if name in sdpa.KERNELS:
         return sdpa.KERNELS[name](*args)
     return foreign.run(*args, name)
-
-
-def _current_backend() -> str:
-    """The backend of the innermost `use_backend`; a graph keeps the one it was traced under."""
-    if torch.compiler.is_compiling():
-        return selection.traced() or _surrounding_backend()
-    return selection.current.get()
-
-
-@given
-def _surrounding_backend() -> str:
-    return selection.current.get()
 
 
 def _kept(
@@ -222,4 +210,5 @@ Composite(
     exact={"torch": sdpa.default},
     cases=cases.ATTENTION,
     backends=("torch", "triton"),
+    chooser=choose_for,
 )

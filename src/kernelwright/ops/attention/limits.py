@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ... import backends
+from ..selection import given
 from .launch import MAX_HEAD_DIM
 
 HALF = (torch.float16, torch.bfloat16)
@@ -117,13 +118,6 @@ def _fa4_problem(r: Request) -> str | None:
     if r.causal and r.queries != r.keys:
         return "it aligns the causal mask to the last key, PyTorch to the first"
     return None
-
-
-def given(function: Any) -> Any:
-    """Tell torch.compile to take what this returns for a constant. torch.compiler's decorator of
-    that name sets the same mark, but imports Dynamo and Triton to do so."""
-    function._dynamo_marked_constant = True
-    return function
 
 
 # torch.compile looks through lru_cache, so what it must take as given stands around it

@@ -41,7 +41,7 @@ def linear_gelu(
     tensor([[0.8412]])
     """
     if backend is None:
-        backend = _current_backend()
+        backend = selection.surrounding()
     if exact is not None:
         checks.choice("linear_gelu", "exact", exact, ("torch",))
         backend = "torch"
@@ -110,25 +110,6 @@ def _checked(
     return no is None and (backend == "cublaslt" or _faster(x.device.index))
 
 
-def _given(function: Any) -> Any:
-    """Tell torch.compile to take what this returns for a constant. torch.compiler's decorator of
-    that name sets the same mark, but imports Dynamo and Triton to do so."""
-    function._dynamo_marked_constant = True
-    return function
-
-
-def _current_backend() -> str:
-    """The backend of the innermost `use_backend`; a graph keeps the one it was traced under."""
-    if torch.compiler.is_compiling():
-        return selection.traced() or _surrounding_backend()
-    return selection.current.get()
-
-
-@_given
-def _surrounding_backend() -> str:
-    return selection.current.get()
-
-
 def _problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: bool, mixed: bool
 ) -> str | None:
@@ -151,7 +132,7 @@ def _problem(
     return None
 
 
-@_given
+@selection.given
 def _faster(device: int) -> bool:
     """5376 x 2048 x 8192 on an H200: 254 us, against 291 for Linear then GELU. On sm_120 cuBLASLt
     takes a slow kernel: 296 against 236 for 512 x 3072 x 12288 on an RTX 5090 (sglang 34350)."""
@@ -159,6 +140,14 @@ def _faster(device: int) -> bool:
 
 
 _capability = functools.lru_cache(torch.cuda.get_device_capability)
+
+
+def choose_for(device: torch.device, dtype: torch.dtype) -> selection.Choice:
+    """What a call without gradients takes, with bias and the tanh form."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    if device.type == "cuda" and half and _faster(device.index or 0):
+        return selection.Choice("cublaslt", "GELU in the epilogue of the matrix product")
+    return selection.Choice("torch", "linear, then GELU")
 
 
 def _check(x: Any, weight: Any, bias: Any, approximate: Any, backend: Any, mixed: bool) -> None:
@@ -187,5 +176,6 @@ Composite(
     reference=reference.linear_gelu,
     exact={"torch": reference.linear_gelu},
     cases=cases.LINEAR_GELU,
-    backends=("torch",),
+    backends=("torch", "cublaslt"),
+    chooser=choose_for,
 )

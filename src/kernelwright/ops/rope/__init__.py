@@ -322,6 +322,7 @@ def _grid(function: Any, formula: str, grid_cases: Any) -> Composite:
         reference=lambda **a: function(**a, backend="torch"),
         cases=grid_cases,
         backends=("torch", "triton", "cuda"),
+        chooser=APPLY_ROPE_QK.choose_for,
     )
 
 

@@ -194,7 +194,10 @@ def plan(row: RowCall, call: Call) -> TritonLaunch:
     tile = 1
     while tile * head * 2 <= NARROW and head <= 512:
         tile *= 2
-    warps = min(MAX_WARPS, max(1, (head + tail) * tile // (32 * PER_THREAD)))
+    # without a norm nothing is shared between threads, and more of them are faster: 12.9 against
+    # 13.3 us for modulate at 2x2688x2048 on H200
+    each = PER_THREAD if row.norm != "none" else PER_THREAD // 2
+    warps = min(MAX_WARPS, max(1, (head + tail) * tile // (32 * each)))
     outer_middle = [s for place in strides for s in place[:2]]
     inner = dict(
         zip(
