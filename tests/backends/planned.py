@@ -81,18 +81,27 @@ def _elements(case: Case) -> int:
     return max(counts) if all(counts) else 0
 
 
-def usage(report: str) -> list[tuple[str, int, int]]:
-    """What the assembler reports of each kernel: its name, bytes of stack and of spills, registers.
+@dataclass(frozen=True)
+class Usage:
+    """What the assembler says of one kernel; stack and spills in bytes."""
 
-    cuobjdump would tell registers and stack too, but counts as stack what is never spilled to.
-    """
+    entry: str
+    stack: int
+    stores: int
+    loads: int
+    registers: int
+
+    @property
+    def clean(self) -> bool:
+        return not (self.stack or self.stores or self.loads)
+
+
+def usage(report: str) -> list[Usage]:
+    """The kernels in a report of ptxas -v."""
     found = re.findall(
         r"Compiling entry function '(\w+)'(?:.*\n)+?"
         r".*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
         r".*?Used (\d+) registers",
         report,
     )
-    return [
-        (name, int(stack) + int(stores) + int(loads), int(registers))
-        for name, stack, stores, loads, registers in found
-    ]
+    return [Usage(entry, *map(int, numbers)) for entry, *numbers in found]

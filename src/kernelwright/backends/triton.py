@@ -107,8 +107,13 @@ class TritonLaunch:
         return lambda pointers: order((*pointers, None)) + tail
 
     @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+    def options(self) -> dict[str, Any]:
+        # multiply-add fusion by name: Triton 3.10 leaves it out by default
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
 
     def cubin(self, values: Mapping[str, Any], capability: int) -> Any:
         """Compile for a GPU that need not be present; returns Triton's compiled kernel."""

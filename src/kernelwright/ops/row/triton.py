@@ -198,6 +198,8 @@ def plan(row: RowCall, call: Call) -> TritonLaunch:
     # 13.3 us for modulate at 2x2688x2048 on H200
     each = PER_THREAD if row.norm != "none" else PER_THREAD // 2
     warps = min(MAX_WARPS, max(1, (head + tail) * tile // (32 * each)))
+    if row.norm == "layer" and tail and call.target.capability[0] >= 10:
+        warps *= 2  # 24 elements a thread and a modulation beside them spill there
     outer_middle = [s for place in strides for s in place[:2]]
     inner = dict(
         zip(
