@@ -35,15 +35,12 @@ def environment() -> dict[str, Any]:
 
 def write(path: Path, kind: str, rows: list[dict[str, Any]], **more: Any) -> None:
     """Keep `rows` of one kind ("ops", "exact", ...) with this environment."""
-    content = {
-        "schema": SCHEMA,
-        "kind": kind,
-        "environment": environment(),
-        **more,
-        "rows": rows,
-    }
+    head = {"schema": SCHEMA, "kind": kind, "environment": environment(), **more}
+    # one line a row: thousands of them stay readable, and a diff shows which changed
+    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
+    text = json.dumps(head, indent=1, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(f'{text[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def _portable(argument: str) -> str:
