@@ -208,3 +208,13 @@ def test_a_tensor_that_cannot_be_written_in_place_is_named(op, wrong):
         with pytest.raises(ValueError, match=rf"^{op.name}: (.* )?{name} ") as caught:
             op.call(arguments, inplace=True)
         assert names(caught.value, op, name), caught.value
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@every_op([op for op in OPS if len(op.inplace) > 1])
+def test_two_tensors_at_one_address_are_refused_in_place(op, backend):
+    arguments = full(op).arguments(Inputs(torch.float32))
+    first, second = op.inplace
+    arguments[second] = arguments[first]
+    with pytest.raises(ValueError, match=rf"^{op.name}: {first} and {second} begin at the same"):
+        op.call(arguments, inplace=True, backend=backend)

@@ -174,6 +174,14 @@ def _own_case(op: Op | Composite, device: torch.device, dtype: torch.dtype) -> S
     return Site(op.name, f"its case “{case.name}”", arguments, op.call, run_eager, chain)
 
 
+def _backend(
+    op: Op | Composite, arguments: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> str:
+    if isinstance(op, Op) and set(op.arguments) <= arguments.keys():
+        return op.choose(tuple(arguments[n] for n in op.arguments), None).backend
+    return choose(op, device, dtype).backend
+
+
 def _row(op: Op | Composite, site: Site, device: torch.device) -> Row:
     expected = site.eager(site.arguments) if site.expected is None else site.expected
     got = site.ours(site.arguments)
@@ -188,7 +196,7 @@ def _row(op: Op | Composite, site: Site, device: torch.device) -> Row:
     return Row(
         op=op.name,
         where=site.where,
-        backend=choose(op, device, first.dtype).backend,
+        backend=_backend(op, site.arguments, device, first.dtype),
         eager_error=eager_error,
         error=_error(got, truth),
         # eager's own error and one rounding of the output

@@ -56,13 +56,12 @@ class How:
 def eager_plan(op: Op, how: How) -> Plan:
     """Run the reference, or the eager chain that `exact` names."""
     function = op.exact[how.exact] if how.exact else op.reference
-    changed = [op.arguments.index(n) for n in op.inplace]
 
     def run(args: tuple[Any, ...], out: Any) -> Any:
-        result = function(*args)
         if how.inplace:
-            out = tuple(args[i] for i in changed)
+            out = changed(op, args)
             out = out if len(out) > 1 else out[0]
+        result = function(*args)
         if out is None:
             # with every part absent a chain may hand back its input; an op returns new memory
             return result.clone() if any(result is a for a in args) else result
@@ -71,6 +70,16 @@ def eager_plan(op: Op, how: How) -> Plan:
         return tuple(r if o is None else o.copy_(r) for o, r in zip(out, result, strict=True))
 
     return run
+
+
+def changed(op: Op, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The arguments that a call in place overwrites."""
+    tensors = tuple(args[op.arguments.index(n)] for n in op.inplace)
+    begins = [t.data_ptr() for t in tensors if t.numel()]
+    if len(set(begins)) < len(begins):
+        names = " and ".join(op.inplace)
+        raise ValueError(f"{op.name}: {names} begin at the same address; inplace=True needs two")
+    return tensors
 
 
 class LaunchPlan:
@@ -166,7 +175,7 @@ class LaunchPlan:
 
     def _outputs(self, args: tuple[Any, ...], out: Any) -> tuple[Tensor, ...]:
         if self.how.inplace:
-            return tuple(args[self.op.arguments.index(n)] for n in self.op.inplace)
+            return changed(self.op, args)
         if out is None:
             return self.op.allocate(*args)
         if all(o is not None for o in out):

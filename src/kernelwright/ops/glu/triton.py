@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...backends.triton import TritonLaunch
-from ..row.triton import place
+from ..row.triton import locate, place
 from ..rows import rows_of
 
 if TYPE_CHECKING:
@@ -49,15 +49,7 @@ def glu_kernel(
     STRETCHES: tl.constexpr = (H + BLOCK - 1) // BLOCK
     i = tl.program_id(0).to(tl.int64)
     i_row = i // STRETCHES * ROWS + tl.arange(0, ROWS)
-    i_inner = i_row
-    i_middle = i_row
-    i_outer = i_row
-    if DIMS > 1:
-        i_middle = i_row // n_inner
-        i_inner = i_row % n_inner
-    if DIMS > 2:
-        i_outer = i_middle // n_middle
-        i_middle = i_middle % n_middle
+    i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
     o_n = (i % STRETCHES * BLOCK + tl.arange(0, BLOCK))[None, :]
     m = (i_row < rows)[:, None] & (o_n < H)
     p_x = x + place(i_outer, i_middle, i_inner, x_outer, x_middle, x_inner, DIMS) + o_n

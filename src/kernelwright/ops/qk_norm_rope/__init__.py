@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..rope import check_tables
+from ..rope.apply import check_tables
 from ..rope.kernel import RopeKernel
 from . import cases, reference
 

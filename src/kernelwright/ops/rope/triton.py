@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...backends.triton import TritonLaunch
-from ..row.triton import NARROW, place
+from ..row.triton import NARROW, locate, place
 from .kernel import EMPTY, RopeCall
 
 if TYPE_CHECKING:
@@ -162,15 +162,7 @@ def norm_and_turn(
 ):
     i_row = i_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_row = (i_row < rows)[:, None]
-    i_inner = i_row
-    i_middle = i_row
-    i_outer = i_row
-    if DIMS > 1:
-        i_middle = i_row // n_inner
-        i_inner = i_row % n_inner
-    if DIMS > 2:
-        i_outer = i_middle // n_middle
-        i_middle = i_middle % n_middle
+    i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
     o_x = place(i_outer, i_middle, i_inner, x_outer, x_middle, x_inner, DIMS)
     o_cos = place(i_outer, i_middle, i_inner, cos_outer, cos_middle, cos_inner, DIMS)
     o_sin = place(i_outer, i_middle, i_inner, sin_outer, sin_middle, sin_inner, DIMS)

@@ -19,6 +19,21 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def locate(i_row, n_middle, n_inner, DIMS: tl.constexpr):
+    """Row numbers on up to three dimensions: (outer, middle, inner)."""
+    i_inner = i_row
+    i_middle = i_row
+    i_outer = i_row
+    if DIMS > 1:
+        i_middle = i_row // n_inner
+        i_inner = i_row % n_inner
+    if DIMS > 2:
+        i_outer = i_middle // n_middle
+        i_middle = i_middle % n_middle
+    return i_outer, i_middle, i_inner
+
+
+@triton.jit
 def place(i_outer, i_middle, i_inner, outer, middle, inner, DIMS: tl.constexpr):
     """Offsets of rows [ROWS, 1], in elements."""
     o = i_inner * inner
@@ -105,15 +120,7 @@ def row_kernel(
 ):
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_row = (i_row < rows)[:, None]
-    i_inner = i_row
-    i_middle = i_row
-    i_outer = i_row
-    if DIMS > 1:
-        i_middle = i_row // n_inner
-        i_inner = i_row % n_inner
-    if DIMS > 2:
-        i_outer = i_middle // n_middle
-        i_middle = i_middle % n_middle
+    i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
 
     o_x = place(i_outer, i_middle, i_inner, x_outer, x_middle, x_inner, DIMS)
     o_r = place(i_outer, i_middle, i_inner, residual_outer, residual_middle, residual_inner, DIMS)
