@@ -37,8 +37,10 @@ def free_threads(width: int, vector: int, normed: bool = True) -> int:
     if not normed:
         return max(8, min(PLAIN_THREADS, _power_of_two(max(1, width // vector))))
     threads = next((t for limit, t in FREE_THREADS if width <= limit), 512)
-    # narrow vectors: more threads, so that no thread holds more than 64 elements
-    while threads < 1024 and width > 64 * threads:
+    # more threads than that where a thread would hold too much: 64 elements, or 16 that are loaded
+    # one by one and so have an address each
+    most = 64 if vector > 1 else 16
+    while threads < 1024 and width > most * threads:
         threads *= 2
     return threads
 
