@@ -41,3 +41,18 @@ def test_every_layout_keeps_the_bits(op, case, dtype):
             continue  # eager promotes; the op says so, see tests/ops/test_errors.py
         got = as_tuple(op(*args, exact=chain))
         assert all(torch.equal(w, g) for w, g in zip(want, got, strict=True)), chain
+
+
+@pytest.mark.parametrize("width", [1536, 3072, 5120])
+def test_wan_rows_keep_the_bits_under_a_float32_modulation(width):
+    """Wan holds its scale, shift and gate in float32 and its rows in bfloat16."""
+    rows = Inputs(torch.bfloat16, "cuda")
+    residual, x = (rows.normal(2, 333, width) for _ in range(2))
+    table = Inputs(torch.float32, "cuda", seed=1).normal(2, 6, width)
+    scale, shift, gate = (t.squeeze(1) for t in table.chunk(6, dim=1)[:3])
+    args = (residual, x, gate, None, None, scale, shift, "layer", 1e-6)
+    op = registry()["gated_residual_norm"]
+    for want, got in zip(
+        op.exact["wan"](*args), op(*args, exact="wan", backend="cuda"), strict=True
+    ):
+        assert torch.equal(want, got)
