@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..row import RowKernel
+from ..row import RowKernel, faster
 from . import cases, reference
 
 __all__ = ["adaln_layernorm", "adaln_rmsnorm", "adaln_zero", "modulate"]
@@ -172,6 +172,7 @@ ADALN_LAYERNORM = Op(
     kernels=RowKernel(norm="layer", weight="weight", bias="bias", scale="scale", shift="shift"),
     cases=cases.ADALN_LAYERNORM,
     sized=cases.sized_layernorm,
+    prefer=lambda input, *_: faster(input, "layer"),
 )
 
 ADALN_ZERO = Op(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..row import RowKernel
+from ..row import RowKernel, faster
 from . import cases, reference
 
 __all__ = ["layernorm"]
@@ -57,4 +57,5 @@ LAYERNORM = Op(
     kernels=RowKernel(norm="layer", weight="weight", bias="bias"),
     cases=cases.LAYERNORM,
     sized=cases.sized,
+    prefer=lambda input, *_: faster(input, "layer"),
 )

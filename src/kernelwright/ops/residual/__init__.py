@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..row import RowKernel
+from ..row import RowKernel, faster
 from . import cases, reference
 
 __all__ = ["gated_residual", "gated_residual_norm"]
@@ -153,4 +153,5 @@ GATED_RESIDUAL_NORM = Op(
     ),
     cases=cases.GATED_RESIDUAL_NORM,
     sized=cases.sized_norm,
+    prefer=lambda residual, *rest: faster(residual, rest[6]),
 )

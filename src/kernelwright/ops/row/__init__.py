@@ -117,6 +117,14 @@ class RowCall:
         return found.pop() if found else self.x.dtype
 
 
+def faster(x: Tensor, norm: str) -> tuple[str, ...]:
+    """Backends for rows like x, the faster first, as measured on H200: layer norms whose width is
+    no power of two are CUDA's (30.2 against 32.0 us for gated_residual_norm at 4608x3072), the
+    others Triton's (23.9 against 28.5 us at 2x2688x2048)."""
+    power_of_two = x.shape[-1] & (x.shape[-1] - 1) == 0
+    return ("triton", "cuda") if norm != "layer" or power_of_two else ("cuda", "triton")
+
+
 def _spread(t: Tensor | None, x: Tensor, frames: bool = False) -> Tensor | None:
     """A modulation [D], [B, D], [B, 1, D] or [B, S, D] with as many dimensions as the rows."""
     if t is None:
