@@ -1,4 +1,4 @@
-"""Attention beyond what its declaration is held to: masks, strides, lengths, choice, gradients."""
+"""Attention beyond what its declaration is held to: masks, strides, lengths, graphs, gradients."""
 
 import math
 import os
@@ -16,8 +16,8 @@ import kernelwright
 from kernelwright.backends import Target, Unsupported
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops import attention
-from kernelwright.ops.attention import choice, foreign, launch, limits, reference, sdpa
-from kernelwright.ops.op import Call, Choice
+from kernelwright.ops.attention import foreign, launch, reference, sdpa
+from kernelwright.ops.op import Call
 
 pytestmark = pytest.mark.usefixtures("rounding_interpreter")
 interpreted = pytest.mark.skipif(not interpreting(), reason="a GPU is here: tests/gpu runs kernels")
@@ -327,127 +327,6 @@ def test_the_kernel_compiles_for_every_gpu_without_spilling():
     lines = done.stdout.splitlines()
     assert len(lines) == 5
     assert all(line.endswith("stack 0") for line in lines), done.stdout
-
-
-H200 = limits.Request(
-    device=torch.device("cuda", 0),
-    capability=(9, 0),
-    dtype=torch.bfloat16,
-    queries=2688,
-    keys=2688,
-    head_dim=64,
-    value_dim=64,
-    mask="none",
-    causal=False,
-    grad=False,
-    mask_grad=False,
-    aligned=True,
-    deterministic=False,
-    disabled=(),
-)
-LONG = {"queries": 32760, "keys": 32760}
-WIDE = {"head_dim": 128, "value_dim": 128}
-CHOICES = [
-    ({}, "cudnn"),
-    ({"queries": 8064, "keys": 8064}, "fa4"),
-    ({"queries": 4429, "keys": 4429}, "fa4"),
-    ({"queries": 8064, "keys": 128}, "cudnn"),
-    ({"queries": 4608, "keys": 4608} | WIDE, "cudnn"),
-    (LONG | WIDE, "fa4"),
-    (LONG | {"mask": "bool"}, "cudnn"),
-    (LONG | {"grad": True}, "cudnn"),
-    ({"queries": 5000, "causal": True} | {"keys": 6000}, "cudnn"),
-    ({"mask": "float", "grad": True}, "efficient"),
-    ({"mask": "float", "mask_grad": True}, "efficient"),
-    ({"mask": "other"}, "triton"),
-    ({"mask": "other", "grad": True}, "math"),
-    ({"dtype": torch.float32}, "efficient"),
-    ({"dtype": torch.float64}, "math"),
-    ({"aligned": False}, "triton"),
-    ({"head_dim": 13, "value_dim": 13}, "flash"),
-    ({"head_dim": 13, "value_dim": 13, "mask": "bool"}, "triton"),
-    ({"head_dim": 256, "value_dim": 256}, "flash"),
-    ({"head_dim": 512, "value_dim": 512}, "efficient"),
-    ({"keys": 1}, "flash"),
-    ({"disabled": ("cudnn",)}, "flash"),
-    ({"disabled": ("cudnn", "flash", "efficient")}, "triton"),
-    ({"deterministic": True, "grad": True}, "flash"),
-    ({"capability": (10, 0)} | LONG, "cudnn"),
-    ({"capability": (8, 0)}, "flash"),
-    ({"capability": (8, 0), "mask": "bool"}, "efficient"),
-    ({"capability": (8, 0), "causal": True, "keys": 99}, "efficient"),
-    ({"capability": (12, 0)}, "flash"),
-    ({"capability": (7, 5), "dtype": torch.float16}, "efficient"),
-]
-
-
-@pytest.fixture
-def everything_installed(monkeypatch):
-    monkeypatch.setattr(limits, "fa4_installed", lambda: True)
-    monkeypatch.setattr(limits, "triton_problem", lambda device, dtype: None)
-
-
-@pytest.mark.usefixtures("everything_installed")
-@pytest.mark.parametrize(("change", "expected"), CHOICES, ids=str)
-def test_auto_takes_what_the_table_says(change, expected):
-    chosen = choice.choose(H200._replace(**change))
-    assert chosen.backend == expected, chosen.reason
-
-
-def test_auto_without_flash_attn_4_stays_with_pytorch(monkeypatch):
-    monkeypatch.setattr(limits, "fa4_installed", lambda: False)
-    assert choice.choose(H200._replace(**LONG)).backend == "cudnn"
-    with pytest.raises(ValueError, match="'fa4' cannot run this: flash-attn-4 is not installed"):
-        choice.choose(H200, "fa4")
-
-
-@pytest.mark.usefixtures("everything_installed")
-@pytest.mark.parametrize(
-    ("backend", "change", "reason"),
-    [
-        ("fa4", {"mask": "bool"}, "no mask"),
-        ("fa4", {"causal": True, "keys": 99}, "aligns the causal mask"),
-        ("fa4", {"head_dim": 200, "value_dim": 200, "capability": (10, 0)}, "up to 128"),
-        ("flash", {"mask": "float"}, "no mask"),
-        ("flash", {"causal": True, "keys": 99}, "aligns the causal mask"),
-        ("flash", {"grad": True, "head_dim": 256, "value_dim": 256, "capability": (8, 6)}, "192"),
-        ("cudnn", {"mask": "float", "mask_grad": True}, "no gradient for the mask"),
-        ("cudnn", {"dtype": torch.float32}, "float16 and bfloat16"),
-        ("cudnn", {"capability": (7, 5)}, "compute capability 8.0"),
-        ("efficient", {"capability": (7, 5)}, "no bfloat16 below"),
-        ("efficient", {"head_dim": 20}, "multiple of 8"),
-        ("efficient", {"aligned": False}, "16 bytes"),
-    ],
-)
-def test_a_named_kernel_runs_or_says_why_not(backend, change, reason):
-    with pytest.raises(ValueError, match=f"^attention: backend '{backend}' .*{reason}"):
-        choice.choose(H200._replace(**change), backend)
-    assert choice.choose(H200, backend) == Choice(backend, "asked for by name")
-
-
-def test_the_choice_for_a_device_is_told():
-    assert choice.choose_for(torch.device("cpu"), torch.bfloat16).backend == "torch"
-
-
-@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "math"])
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_pytorchs_kernels_trace_whole_and_carry_gradients(name, masked):
-    """On the meta device: shapes, gradients and graphs, without the GPU that runs them."""
-    if name == "flash" and masked:
-        pytest.skip("it takes no mask")
-    torch._dynamo.reset()
-    how = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
-    query, key = torch.empty(2, 8, 96, 72, **how), torch.empty(2, 2, 96, 72, **how)
-    mask = torch.ones(2, 1, 1, 96, dtype=torch.bool, device="meta") if masked else None
-
-    def run(query, key):
-        return sdpa.KERNELS[name](query, key, key, mask, None, True)
-
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        out = function(query, key)
-        assert out.shape == query.shape
-        grads = torch.autograd.grad(out.float().sum(), (query, key))
-        assert [g.shape for g in grads] == [query.shape, key.shape]
 
 
 def test_flash_attn_4_is_called_as_it_wants_to_be(monkeypatch):

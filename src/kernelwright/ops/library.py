@@ -29,10 +29,19 @@ def arguments(schema: str) -> list[tuple[str, str]]:
     return [(_name(a), a.split()[0]) for a in given]
 
 
+def define(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Make torch.ops.kernelwright.<name> from what it runs and what it says of its outputs."""
+    _library.define(name + schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
 def register(op: Op) -> Callable[..., Any]:
     """Define the functional op with its fake kernel and its gradient."""
     arguments, returns = _split(op.schema)
-    _library.define(f"{op.name}({', '.join((*arguments, _HOW))}) -> {returns}")
 
     def run(*values: Any) -> Any:
         *args, exact, backend = values
@@ -44,11 +53,10 @@ def register(op: Op) -> Callable[..., Any]:
         outs = op.allocate(*args)
         return outs[0] if len(outs) == 1 else outs
 
-    _library.impl(op.name, _with_defaults(op, run), "CompositeExplicitAutograd")
-    qualified = f"{NAMESPACE}::{op.name}"
-    torch.library.register_fake(qualified, _with_defaults(op, fake), lib=_library)
-    _register_gradient(op, qualified, arguments)
-    return getattr(getattr(torch.ops, NAMESPACE), op.name).default
+    schema = f"({', '.join((*arguments, _HOW))}) -> {returns}"
+    defined = define(op.name, schema, _with_defaults(op, run), _with_defaults(op, fake))
+    recompute_gradient(op.name, arguments, op.reference, hidden=2)
+    return defined
 
 
 def register_inplace(op: Op) -> Callable[..., Any]:
@@ -59,7 +67,6 @@ def register_inplace(op: Op) -> Callable[..., Any]:
         a.replace("Tensor", f"Tensor({next(marks)}!)", 1) if _name(a) in op.inplace else a
         for a in arguments
     ]
-    _library.define(f"{op.name}_({', '.join((*marked, _HOW))}) -> ()")
 
     def run(*values: Any) -> None:
         *args, exact, backend = values
@@ -69,15 +76,19 @@ def register_inplace(op: Op) -> Callable[..., Any]:
         *args, exact, backend = values
         op.validate(tuple(args), None, exact or None, backend or "auto", True)
 
-    _library.impl(f"{op.name}_", _with_defaults(op, run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{op.name}_", _with_defaults(op, fake), lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), f"{op.name}_").default
+    schema = f"({', '.join((*marked, _HOW))}) -> ()"
+    return define(f"{op.name}_", schema, _with_defaults(op, run), _with_defaults(op, fake))
 
 
-def _register_gradient(op: Op, qualified: str, arguments: list[str]) -> None:
-    plain = [a.split("=")[0] for a in arguments]
-    name = f"{op.name}_backward"
-    _library.define(f"{name}(Tensor[] grads, {', '.join(plain)}, bool[] wanted) -> Tensor[]")
+def recompute_gradient(
+    name: str, arguments: list[str], function: Callable[..., Any], hidden: int
+) -> None:
+    """Give torch.ops.kernelwright.<name> the gradient of `function`, which is run again for it.
+
+    `arguments` are those of the schema that the function takes; `hidden` more follow them.
+    """
+    plain = ", ".join(a.split("=")[0] for a in arguments)
+    count = len(arguments)
 
     def run(grads: list[Tensor], *values: Any) -> list[Tensor]:
         *args, wanted = values
@@ -85,7 +96,7 @@ def _register_gradient(op: Op, qualified: str, arguments: list[str]) -> None:
             a.detach().requires_grad_() if w else a for a, w in zip(args, wanted, strict=True)
         ]
         with torch.enable_grad():
-            outs = op.reference(*leaves)
+            outs = function(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
         sources = [a for a, w in zip(leaves, wanted, strict=True) if w]
         # an output may not depend on what is wanted: a residual sum on the weight
@@ -99,9 +110,8 @@ def _register_gradient(op: Op, qualified: str, arguments: list[str]) -> None:
         *args, wanted = values
         return [torch.empty_like(a) for a, w in zip(args, wanted, strict=True) if w]
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    count = len(arguments)
+    schema = f"(Tensor[] grads, {plain}, bool[] wanted) -> Tensor[]"
+    again = define(f"{name}_backward", schema, run, fake)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         args = inputs[:count]
@@ -114,11 +124,12 @@ def _register_gradient(op: Op, qualified: str, arguments: list[str]) -> None:
         wanted = [bool(n) for n in ctx.needs_input_grad[:count]]
         # autograd does not see the trailing arguments that hold their default
         wanted += [False] * (count - len(wanted))
-        call = getattr(getattr(torch.ops, NAMESPACE), name).default
-        got = iter(call(list(grads), *args, wanted))
-        return (*(next(got) if w else None for w in wanted), None, None)
+        got = iter(again(list(grads), *args, wanted))
+        return (*(next(got) if w else None for w in wanted), *[None] * hidden)
 
-    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library
+    )
 
 
 def _own(grad: Tensor | None, source: Tensor, taken: set[int]) -> Tensor:

@@ -37,8 +37,7 @@ def run(
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     plain = all(type(t) in PLAIN for t in tensors)
     if needs_grad or not plain or torch.compiler.is_compiling():
-        library_op = torch.ops.kernelwright.attention_forward.default
-        return library_op(query, key, value, mask, scale, causal, backend)
+        return _node(query, key, value, mask, scale, causal, backend)
     return _run_kernel(query, key, value, mask, scale, causal, backend)
 
 
@@ -131,49 +130,13 @@ def _fake(*values: Any) -> Tensor:
     return allocate(*values)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, mask, ctx.scale, ctx.causal, _ = inputs
-    ctx.save_for_backward(query, key, value, mask)
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    wanted = [bool(n) for n in ctx.needs_input_grad[:4]]
-    backward = torch.ops.kernelwright.attention_backward.default
-    got = iter(backward(grad, *ctx.saved_tensors, ctx.scale, ctx.causal, wanted))
-    return (*(next(got) if w else None for w in wanted), None, None, None)
-
-
-def _backward(grad: Tensor, *values: Any) -> list[Tensor]:
+def _through_pytorch(*args: Any) -> Tensor:
     from . import attention
 
-    *tensors, scale, causal, wanted = values
-    leaves = [t.detach().requires_grad_() if w else t for t, w in zip(tensors, wanted, strict=True)]
-    query, key, value, mask = leaves
-    with torch.enable_grad():
-        out = attention(query, key, value, mask, scale, causal, backend="auto")
-    sources = [t for t, w in zip(leaves, wanted, strict=True) if w]
-    got = torch.autograd.grad(out, sources, grad)
-    return [torch.empty_like(s).copy_(g) for g, s in zip(got, sources, strict=True)]
+    return attention(*args, backend="auto")
 
 
-def _fake_backward(grad: Tensor, *values: Any) -> list[Tensor]:
-    *tensors, _, _, wanted = values
-    return [torch.empty_like(t) for t, w in zip(tensors, wanted, strict=True) if w]
-
-
-def _register() -> None:
-    lib, space = library._library, library.NAMESPACE
-    lib.define(f"attention_forward({ARGUMENTS}, str backend) -> Tensor")
-    lib.define(f"attention_backward(Tensor grad, {ARGUMENTS}, bool[] wanted) -> Tensor[]")
-    for name, kernel, fake in (
-        ("attention_forward", _run_kernel, _fake),
-        ("attention_backward", _backward, _fake_backward),
-    ):
-        lib.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{space}::{name}", fake, lib=lib)
-    torch.library.register_autograd(
-        f"{space}::attention_forward", _gradient, setup_context=_setup, lib=lib
-    )
-
-
-_register()
+_node = library.define(
+    "attention_forward", f"({ARGUMENTS}, str backend) -> Tensor", _run_kernel, _fake
+)
+library.recompute_gradient("attention_forward", ARGUMENTS.split(", "), _through_pytorch, hidden=1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # floats of shared memory through which a block exchanges the halves of its rows
 MAX_EXCHANGE = 6144
 # rows from here on take vectors of 16 bytes of the widest operand: a vector of 8 float32 table
-# columns would be two half-used accesses (23 against 35 us at 2x2688x2048 on H200). Narrower rows
+# columns would be two half-used accesses (24 against 35 us at 2x2688x2048 on H200). Narrower rows
 # have too few elements a thread then (46 against 39 us at 4608x48x128).
 WIDE = 1024
 

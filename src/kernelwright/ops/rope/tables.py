@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import library
 
 _SCHEMA = (
-    "rope_tables(SymInt num_frames, SymInt height, SymInt width, int dim_t, int dim_h, int dim_w, "
+    "(SymInt num_frames, SymInt height, SymInt width, int dim_t, int dim_h, int dim_w, "
     "float theta_t, float theta_h, float theta_w, Device device) -> (Tensor, Tensor)"
 )
 
@@ -49,8 +49,7 @@ def grid_tables(
     Axis n rotates dims[n] / 2 pairs by position * theta_n ** (-2j / dims[n]).
     """
     if torch.compiler.is_compiling():
-        call = getattr(torch.ops, library.NAMESPACE).rope_tables
-        return call(*grid, *dims, *thetas, device)
+        return _node(*grid, *dims, *thetas, device)
     return _kept(grid, dims, thetas, device)
 
 
@@ -102,6 +101,4 @@ def _fake(*values: Any) -> tuple[Tensor, Tensor]:
     return table, torch.empty_like(table)
 
 
-library._library.define(_SCHEMA)
-library._library.impl("rope_tables", _op, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{library.NAMESPACE}::rope_tables", _fake, lib=library._library)
+_node = library.define("rope_tables", _SCHEMA, _op, _fake)
