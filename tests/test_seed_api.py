@@ -24,7 +24,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 def test_the_seed_import_line_runs():
     namespace = {}
     exec(f"from ltx_kernels import {', '.join(SEED)}", namespace)
-    assert sorted(ltx_kernels.__all__) == sorted(SEED)
+    assert set(SEED) < set(ltx_kernels.__all__)
 
 
 @pytest.mark.parametrize("name", SEED)

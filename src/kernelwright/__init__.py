@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from . import ops
+from .inject import Report, inject, injected, inspect, restore
 from .ops import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = ["__version__", *ops.__all__]
+__all__ = [
+    "Report",
+    "__version__",
+    "inject",
+    "injected",
+    "inspect",
+    "restore",
+    *ops.__all__,
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +37,8 @@ def main(
     """Fused GPU kernels for diffusers and transformers models. The same bits, faster.
 
     Start with `kernelwright doctor`: it says what this machine can run. Then `kernelwright ops`
-    lists the kernels, and `kernelwright demo` holds them against a real model's own modules.
+    lists the kernels, `kernelwright inspect ltx-video` shows where they go in a model, and
+    `kernelwright demo` generates frames with and without them.
     """
 
 
@@ -92,24 +94,80 @@ def ops(
 
 
 @app.command()
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(help="A preset (`kernelwright models`), a local folder, or a Hub id."),
+    ],
+    tiny: Annotated[bool, typer.Option("--tiny", help="The small model of the preset.")] = False,
+    numerics: Annotated[str, typer.Option(help="exact or fused.")] = "exact",
+    as_json: JsonOption = False,
+) -> None:
+    """Show how a model is built, and what `inject` would do with each part of it, and why not.
+
+    Nothing is loaded but the config: the model is built without memory, so a 12B model takes a
+    second. One row for every place that could be fused: where it is, its class, how many there are,
+    whether it has a weight, and what replaces it.
+    """
+    from . import inspect as look
+    from .inject.table import architecture
+
+    with Console(stderr=True).status(f"building {model} without weights"):
+        from . import models
+
+        try:
+            built = models.load(model, tiny=tiny, device="meta")
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error), param_hint="MODEL") from None
+        try:
+            report = look(built, numerics=numerics)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--numerics") from None
+    if as_json:
+        _print_json(report.to_dict())
+        return
+    console = Console()
+    console.print(architecture(report))
+    console.print(report.summary)
+
+
+@app.command()
+def models(as_json: JsonOption = False) -> None:
+    """List the presets: real models built from their configs with random weights, no download."""
+    from . import models as known
+
+    found = known.presets().values()
+    if as_json:
+        _print_json([{"name": p.name, "title": p.title, "sizes": dict(p.sizes)} for p in found])
+    else:
+        Console().print(known.table())
+
+
+@app.command()
 def demo(
     device: Annotated[
         str | None,
         typer.Option(help="Where to run: cuda, cuda:1 or cpu. The GPU if there is one."),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="LTX-Video 2B at 49 frames of 768 × 512, not a tiny one.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Write a picture of the frames before and after.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold the ops against a model's own modules, on the activations of a real forward pass.
+    """Generate frames with an LTX-Video pipeline before and after injection, and compare them.
 
-    Builds a small LTX-Video transformer from its diffusers config with random weights (nothing is
-    downloaded), takes one denoise step in plain diffusers, and runs each op on what flowed through
-    it. The table shows the error of both against float64, whether the exact mode gives the same
-    bits, and the time. On the CPU the ops run their PyTorch reference, and times say nothing.
+    The pipeline (T5 encoder, transformer, VAE, scheduler) is built from its configs with random
+    weights: nothing is downloaded. It runs in plain diffusers, injected in each tier, and restored.
+    The page shows what was replaced, whether the frames have the same bits, their error against a
+    float32 run, and the time of a denoise step. On the CPU the times say nothing.
     """
     from . import demo as shown
 
     try:
-        result = shown.run(device, Console(stderr=True))
+        result = shown.run(device, Console(stderr=True), full=full, save=save)
     except shown.CannotRun as error:
         typer.echo(f"kernelwright demo: {error}", err=True)
         raise typer.Exit(1) from None

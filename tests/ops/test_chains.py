@@ -108,6 +108,7 @@ def test_swiglu_halves_lie_as_in_transformers(dtype):
     x = torch.randn(2, 5, 32, dtype=dtype)
     packed = torch.cat((unit.gate_proj(x), unit.up_proj(x)), -1)
     assert torch.equal(kw.swiglu(packed, exact="torch"), unit(x))
+    assert torch.equal(kw.silu_mul(unit.gate_proj(x), unit.up_proj(x), exact="torch"), unit(x))
 
 
 def tables(*shape):

@@ -20,9 +20,9 @@ BATCH, FRAMES, TOKENS, WIDTH = 2, 3, 12, 64
 
 
 def modulated(op):
-    """The modulation that an op takes, by name."""
-    given = full(op).arguments(Inputs(torch.float32))
-    return [n for n in PARTS if isinstance(given.get(n), torch.Tensor)]
+    """The modulation that an op takes, by name; the first tensor is what it modulates."""
+    _, *given = tensors(full(op).arguments(Inputs(torch.float32)))
+    return [n for n in PARTS if n in given]
 
 
 def spread(how, values):
@@ -153,6 +153,7 @@ def test_geglu_activates_the_second_half_and_swiglu_the_first():
         assert torch.equal(other, second * F.gelu(first, approximate=name))
     assert torch.equal(kw.swiglu(packed), F.silu(first) * second)
     assert torch.equal(kw.swiglu(packed, gate="second"), F.silu(second) * first)
+    assert torch.equal(kw.silu_mul(first, second), F.silu(first) * second)
 
 
 def test_adaln_zero_gates_what_adaln_rmsnorm_gives():

@@ -1,7 +1,8 @@
-"""Gated linear units on a packed projection: one half activated, times the other."""
+"""Gated linear units: one tensor activated, times another, or the two halves of a projection."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import checks
@@ -9,7 +10,7 @@ from ..op import Op
 from . import cases, reference
 from .kernel import GluKernel
 
-__all__ = ["geglu", "swiglu"]
+__all__ = ["geglu", "silu_mul", "swiglu"]
 
 
 def geglu(
@@ -58,12 +59,38 @@ def swiglu(
     return SWIGLU(input, gate, out=out, exact=exact, backend=backend)
 
 
+def silu_mul(
+    gate: Tensor,
+    up: Tensor,
+    out: Tensor | None = None,
+    *,
+    exact: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """y = SiLU(gate) * up, as Llama and its kin join their two projections.
+
+    Args:
+        gate, up: [..., H], one dtype.
+        out: [..., H] to write into; may be either of them.
+        exact: "torch" keeps the bits of F.silu and the product, each rounded.
+
+    >>> silu_mul(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
+    tensor([[1.4621]])
+    """
+    return SILU_MUL(gate, up, out=out, exact=exact, backend=backend)
+
+
 def _check(op: str, input: Tensor, gate: str, approximate: bool = True) -> None:
     checks.tensor(op, "input", input)
     if input.shape[-1] % 2:
         raise ValueError(f"{op}: input has width {input.shape[-1]}, expected an even one")
     checks.choice(op, "gate", gate, ("first", "second"))
     checks.choice(op, "approximate", approximate, (True, False))
+
+
+def _check_pair(gate: Tensor, up: Tensor) -> None:
+    checks.tensor("silu_mul", "gate", gate)
+    checks.like("silu_mul", "up", up, gate, "gate")
 
 
 def _allocate(input: Tensor) -> tuple[Tensor, ...]:
@@ -95,4 +122,17 @@ SWIGLU = Op(
     kernels=GluKernel(activation="silu"),
     cases=cases.SWIGLU,
     sized=cases.sized_swiglu,
+)
+
+SILU_MUL = Op(
+    name="silu_mul",
+    schema="(Tensor gate, Tensor up) -> Tensor",
+    formula="SiLU(gate) · up",
+    check=_check_pair,
+    allocate=lambda gate, up: (torch.empty_like(gate),),
+    reference=reference.silu_mul,
+    exact={"torch": reference.eager_silu_mul},
+    kernels=GluKernel(activation="silu", a="gate", b="up"),
+    cases=cases.SILU_MUL,
+    sized=cases.sized_silu_mul,
 )

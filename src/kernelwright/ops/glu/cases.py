@@ -60,9 +60,59 @@ SWIGLU = [
 ]
 
 
+def _pair(*shape: int, scale: float = 2.0) -> Any:
+    def arguments(inputs: Inputs) -> dict[str, Any]:
+        return {name: inputs.normal(*shape, scale=scale) for name in ("gate", "up")}
+
+    return arguments
+
+
+def _halves(inputs: Inputs) -> dict[str, Any]:
+    gate, up = inputs.normal(2, 5, 256).chunk(2, dim=-1)
+    return {"gate": gate, "up": up}
+
+
+def _apart(inputs: Inputs) -> dict[str, Any]:
+    return {"gate": inputs.normal(2, 5, 200)[..., 16:80], "up": inputs.normal(2, 5, 64)}
+
+
+def _unaligned(inputs: Inputs) -> dict[str, Any]:
+    return {"gate": inputs.normal(3, 64), "up": inputs.normal(3 * 64 + 3)[3:].view(3, 64)}
+
+
+def _spread(inputs: Inputs) -> dict[str, Any]:
+    return {"gate": inputs.normal(2, 5, 64), "up": inputs.normal(2, 1, 64).expand(-1, 5, -1)}
+
+
+def _heads_first(inputs: Inputs) -> dict[str, Any]:
+    gate, up = (inputs.normal(2, 3, 5, 64).transpose(1, 2) for _ in "gu")
+    return {"gate": gate, "up": up}
+
+
+SILU_MUL = [
+    Case("rows", _pair(2, 3, 64)),
+    Case("odd width", _pair(3, 41)),
+    Case("width 1", _pair(3, 1)),
+    Case("large values", _pair(3, 64, scale=60.0)),
+    Case("halves of one tensor", _halves),
+    Case("rows apart", _apart),
+    Case("storage offset", _unaligned),
+    Case("expanded", _spread),
+    Case("transposed", _heads_first),
+    Case("no rows", _pair(0, 64)),
+    Case("llama 4096x14336", _pair(4096, 14336), True, "llama"),
+    Case("llama, a token", _pair(1, 14336), True, "llama"),
+    Case("qwen3 4096x12288", _pair(4096, 12288), True, "qwen3"),
+]
+
+
 def sized_geglu(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
     return _glu(rows, 2 * width, **_ERF)(inputs)
 
 
 def sized_swiglu(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
     return _glu(rows, 2 * width, gate="first")(inputs)
+
+
+def sized_silu_mul(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
+    return _pair(rows, width)(inputs)

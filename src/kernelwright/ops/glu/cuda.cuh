@@ -1,13 +1,14 @@
-// Gated linear unit: y = act(a) * b for a row that holds a and b side by side.
+// Gated linear unit: y = act(a) * b, for two tensors or for the two halves of one.
 #pragma once
 #include "backends/common.cuh"
 
 namespace kernelwright {
 
 struct GluArgs {
-  const void* x;
+  const void* a;
+  const void* b;
   void* y;
-  Place at_x, at_y;
+  Place at_a, at_b, at_y;
   Rows rows;
 };
 
@@ -38,8 +39,8 @@ template <bool FAST> struct GeluErf {
   }
 };
 
-// H: width of a half. FIRST: the first half is the one activated.
-template <class X, int H, int V, int BLOCK, int DIMS, bool FIRST, class Act, class Round>
+// H: width of a row of a, b and y. A, B: where a and b begin in the rows they are given in.
+template <class X, int H, int V, int BLOCK, int DIMS, int A, int B, class Act, class Round>
 __device__ __forceinline__ void glu(const GluArgs& args) {
   constexpr unsigned VECTORS = H / V;
   const i64 number = (i64)blockIdx.x * BLOCK + threadIdx.x;
@@ -47,10 +48,9 @@ __device__ __forceinline__ void glu(const GluArgs& args) {
   if (row >= args.rows.count) return;
   const int c = int(number % VECTORS) * V;
   const RowIndex<DIMS> at(row, args.rows);
-  const X* x = (const X*)args.x + at.offset(args.at_x) + c;
   Vec<X, V> a, b, o;
-  a.load(x + (FIRST ? 0 : H));
-  b.load(x + (FIRST ? H : 0));
+  a.load((const X*)args.a + at.offset(args.at_a) + A + c);
+  b.load((const X*)args.b + at.offset(args.at_b) + B + c);
 #pragma unroll
   for (int i = 0; i < V; i++) o.set(i, Round::mul(Round::keep(Act::of(a.get(i))), b.get(i)));
   o.store((X*)args.y + at.offset(args.at_y) + c);

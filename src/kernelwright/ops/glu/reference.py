@@ -20,8 +20,11 @@ def geglu(input: Tensor, approximate: bool, gate: str) -> Tensor:
 
 
 def swiglu(input: Tensor, gate: str) -> Tensor:
-    active, other = halves(widen(input), gate)
-    return (F.silu(active) * other).to(input.dtype)
+    return silu_mul(*halves(input, gate))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(widen(gate)) * widen(up)).to(gate.dtype)
 
 
 def eager_geglu(input: Tensor, approximate: bool, gate: str) -> Tensor:
@@ -30,5 +33,8 @@ def eager_geglu(input: Tensor, approximate: bool, gate: str) -> Tensor:
 
 
 def eager_swiglu(input: Tensor, gate: str) -> Tensor:
-    active, other = halves(input, gate)
-    return F.silu(active) * other
+    return eager_silu_mul(*halves(input, gate))
+
+
+def eager_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up

@@ -13,6 +13,7 @@ from ..rows import rows_of
 
 if TYPE_CHECKING:
     from ..op import Call
+    from .kernel import GluKernel
 
 
 @triton.jit
@@ -28,22 +29,27 @@ def activate(b_a, ACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "n_middle", "n_inner"])
 def glu_kernel(
-    x,
+    a,
+    b,
     y,
     rows,
     n_middle,
     n_inner,
-    x_outer,
-    x_middle,
+    a_outer,
+    a_middle,
+    b_outer,
+    b_middle,
     y_outer,
     y_middle,
-    x_inner: tl.constexpr,
+    a_inner: tl.constexpr,
+    b_inner: tl.constexpr,
     y_inner: tl.constexpr,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIMS: tl.constexpr,
-    FIRST: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     ACT: tl.constexpr,
 ):
     STRETCHES: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -52,10 +58,11 @@ def glu_kernel(
     i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
     o_n = (i % STRETCHES * BLOCK + tl.arange(0, BLOCK))[None, :]
     m = (i_row < rows)[:, None] & (o_n < H)
-    p_x = x + place(i_outer, i_middle, i_inner, x_outer, x_middle, x_inner, DIMS) + o_n
-    b_first = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-    b_second = tl.load(p_x + H, mask=m, other=0.0).to(tl.float32)
-    b_y = activate(b_first, ACT) * b_second if FIRST else activate(b_second, ACT) * b_first
+    p_a = a + place(i_outer, i_middle, i_inner, a_outer, a_middle, a_inner, DIMS) + A + o_n
+    p_b = b + place(i_outer, i_middle, i_inner, b_outer, b_middle, b_inner, DIMS) + B + o_n
+    b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
+    b_b = tl.load(p_b, mask=m, other=0.0).to(tl.float32)
+    b_y = activate(b_a, ACT) * b_b
     p_y = y + place(i_outer, i_middle, i_inner, y_outer, y_middle, y_inner, DIMS) + o_n
     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m)
 
@@ -64,11 +71,11 @@ def glu_kernel(
 STRETCH = 2048
 
 
-def plan(activation: str, first: bool, call: Call) -> TritonLaunch:
-    x, out = call["input"], call["out"]
-    rows = rows_of(out.shape, [x, out])
+def plan(unit: GluKernel, call: Call) -> TritonLaunch:
+    rows = rows_of(call["out"].shape, [call[n] for n in unit.pointers])
     sizes, strides = rows.padded()
-    width = out.shape[-1]
+    width = call["out"].shape[-1]
+    a, b = unit.offsets(call)
     block = min(STRETCH, triton.next_power_of_2(width))
     while block > 512 and width % block:
         block //= 2
@@ -78,17 +85,19 @@ def plan(activation: str, first: bool, call: Call) -> TritonLaunch:
     return TritonLaunch(
         kernel=glu_kernel,
         grid=(triton.cdiv(rows.count, tile) * triton.cdiv(width, block),),
-        pointers=("input", "out"),
+        pointers=unit.pointers,
         scalars=(rows.count, sizes[1], sizes[2], *(s for p in strides for s in p[:2])),
         constants={
-            "x_inner": strides[0][2],
-            "y_inner": strides[1][2],
+            "a_inner": strides[0][2],
+            "b_inner": strides[1][2],
+            "y_inner": strides[2][2],
             "H": width,
             "ROWS": tile,
             "BLOCK": block,
             "DIMS": len(rows.sizes),
-            "FIRST": first,
-            "ACT": activation,
+            "A": a,
+            "B": b,
+            "ACT": unit.function(call),
         },
         num_warps=4,
         alignment=min(16, call.alignment),

@@ -1,0 +1,267 @@
+"""Times one forward of whole models: eager, torch.compile, injected, and what can be combined.
+
+A time is taken only after the result was held against eager: "exact" must give its bits, "fused"
+an error against a float32 run of the same weights that is not above eager's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import models
+from ..inject import contract, injected
+from . import results
+
+CONFIGS = (
+    "eager",
+    "exact",
+    "exact+graphs",
+    "fused",
+    "fused+graphs",
+    "compile",
+    "exact+compile",
+    "fused+compile",
+)
+
+
+class Wrong(AssertionError):
+    """A model gave what it must not give: its time would mean nothing."""
+
+
+def measure(
+    preset: str,
+    configs: Sequence[str] = CONFIGS,
+    *,
+    tiny: bool = False,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    seconds: float = 2.0,
+    with_error: bool = True,
+    **sizes: int,
+) -> list[dict[str, Any]]:
+    """One row a configuration: milliseconds a forward, memory, seconds to the first result."""
+    build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
+    model = models.build(preset, **build)
+    inputs = models.inputs(preset, **{**build, **sizes})
+    with torch.no_grad():
+        expected = model(**inputs)
+        truth = _truth(model, inputs) if with_error else None
+        eager_error = contract.error(expected, truth) if with_error else None
+        rows = []
+        for config in configs:
+            row = {
+                "model": preset,
+                "tiny": tiny,
+                "sizes": {**_sizes(preset, tiny), **sizes},
+                "dtype": str(dtype).removeprefix("torch."),
+                "config": config,
+            }
+            try:
+                row |= _measure(model, inputs, config, expected, truth, eager_error, seconds)
+            except Wrong as wrong:
+                row["failed"] = str(wrong)
+            rows.append(row)
+    return rows
+
+
+def _measure(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    config: str,
+    expected: Any,
+    truth: Any,
+    eager_error: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    parts = config.split("+")
+    tier = next((p for p in parts if p in ("exact", "fused")), None)
+    _fresh()
+    with ExitStack() as stack:
+        begin = time.perf_counter()
+        report = None
+        if tier:
+            how = {"numerics": tier, "graphs": "graphs" in parts}
+            report = stack.enter_context(injected(model, **how))
+        run = _compiled(model, stack) if "compile" in parts else model
+        result = run(**inputs)
+        _wait()
+        first = time.perf_counter() - begin
+        begin = time.perf_counter()
+        result = run(**inputs)  # graphs are captured here
+        _wait()
+        second = time.perf_counter() - begin
+        result = run(**inputs)
+        row: dict[str, Any] = {
+            "equal": _equal(result, expected),
+            "error": None if truth is None else contract.error(result, truth),
+            "eager_error": eager_error,
+            "first_s": first,
+            "second_s": second,
+        }
+        _check(config, tier, row, contract.rows(expected))
+        del result
+        if report is not None:
+            row["replaced"] = report.replaced
+            row["sites"] = report.sites
+            row["problems"] = report.to_dict()["problems"]
+            row["graphs"] = [g.describe() for g in report.graphs]
+        row["ms"] = _milliseconds(lambda: run(**inputs), seconds)
+        row |= _memory()
+    return row
+
+
+def _compiled(model: nn.Module, stack: ExitStack) -> Callable[..., Any]:
+    """By block where diffusers offers it, as it recommends; else the whole model."""
+    torch._dynamo.reset()
+    if not getattr(model, "_repeated_blocks", None):
+        return torch.compile(model)
+    model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+
+    def undo() -> None:
+        for module in model.modules():
+            module._compiled_call_impl = None
+
+    stack.callback(undo)
+    return model
+
+
+def _check(config: str, tier: str | None, row: dict[str, Any], rows: int) -> None:
+    """Wrong answers have no time. What torch.compile touches rounds as it likes."""
+    if tier == "exact" and "compile" not in config and not row["equal"]:
+        raise Wrong(f"{config}: not the bits of eager")
+    if tier == "fused" and not contract.holds(rows, row["error"], row["eager_error"]):
+        raise Wrong(f"{config}: error {row['error']:.3e}, eager's is {row['eager_error']:.3e}")
+
+
+def _truth(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """The result of the same weights in float32, kept on the CPU's side of memory."""
+
+    def wide(t: Any) -> Any:
+        return t.float() if isinstance(t, Tensor) and t.is_floating_point() else t
+
+    twin = nn.Module.float(copy.deepcopy(model))
+    truth = twin(**pytree.tree_map(wide, inputs))
+    del twin
+    _fresh()
+    return truth
+
+
+def _equal(a: Any, b: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
+
+
+def _milliseconds(call: Callable[[], Any], seconds: float) -> float:
+    """Median wall time of a call, waited for; enough calls to fill `seconds`, five at least."""
+    readings: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(readings) < 5 or time.perf_counter() < end:
+        _wait()
+        begin = time.perf_counter()
+        call()
+        _wait()
+        readings.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(readings)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _fresh() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _memory() -> dict[str, float]:
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def _sizes(preset: str, tiny: bool) -> dict[str, int]:
+    found = models.presets()[preset]
+    return dict(found.tiny_sizes if tiny else found.sizes)
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table(title="One forward")
+    columns = ("model", "config", "ms", "against eager", "first s", "GiB", "bits", "error")
+    for column in columns:
+        shown.add_column(column, justify="left" if column in ("model", "config") else "right")
+    eager = {(r["model"], str(r["sizes"])): r["ms"] for r in rows if r["config"] == "eager"}
+    for row in rows:
+        if "failed" in row:
+            shown.add_row(row["model"], row["config"], row["failed"], style="red")
+            continue
+        base = eager.get((row["model"], str(row["sizes"])))
+        error = "" if row["error"] is None else f"{row['error']:.2e}"
+        shown.add_row(
+            row["model"],
+            row["config"],
+            f"{row['ms']:.1f}",
+            f"{base / row['ms']:.2f}×" if base else "",
+            f"{row['first_s']:.1f}",
+            f"{row['reserved_gib']:.1f}" if "reserved_gib" in row else "",
+            "same" if row["equal"] else "differ",
+            error,
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("presets", nargs="*", help="presets; all by default")
+    parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=CONFIGS)
+    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="frames=49 ...")
+    parser.add_argument("--tiny", action="store_true", help="small models of the same structure")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on each")
+    parser.add_argument("--no-error", action="store_true", help="leave the float32 run out")
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    args = parser.parse_args()
+    sizes: dict[str, Any] = {n: int(v) for n, _, v in (s.partition("=") for s in args.size)}
+    rows: list[dict[str, Any]] = []
+    console = Console(stderr=True)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for preset in track(args.presets or list(models.presets()), "timing", console=console):
+        rows += measure(
+            preset,
+            args.config,
+            tiny=args.tiny,
+            device=args.device,
+            seconds=args.seconds,
+            with_error=not args.no_error,
+            **sizes,
+        )
+        _fresh()
+        if args.out is not None:
+            results.write(args.out, "models", rows)
+    Console(width=130).print(table(rows))
+    raise SystemExit(1 if any("failed" in row for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()

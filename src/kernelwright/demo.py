@@ -1,0 +1,258 @@
+"""`kernelwright demo`: frames of an LTX-Video pipeline before and after injection.
+
+The pipeline is built from its configs with random weights, so nothing is downloaded; its frames are
+noise, and the same noise bit for bit where "exact" says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from .backends import installed
+from .inject import Report, inject, restore
+from .inject.contract import error as error_against
+
+PROMPT = "a red fishing boat on a quiet lake at dawn, mist over the water"
+STEPS = 4
+
+
+class CannotRun(RuntimeError):
+    """The demo lacks something; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is generated."""
+
+    tiny: bool
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        model = "a tiny LTX-Video" if self.tiny else "LTX-Video 2B"
+        return f"{model}, {self.frames} frames of {self.width} × {self.height}"
+
+
+TINY = Size(True, 9, 64, 96)
+FULL = Size(False, 49, 512, 768)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the pipeline: whether its frames have eager's bits, their error against a
+    float32 run, milliseconds of a denoise step, and seconds of its first run."""
+
+    name: str
+    equal: bool
+    error: float
+    step_ms: float
+    first_s: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    device: str
+    dtype: str
+    size: str
+    rows: tuple[Row, ...]
+    report: Report
+    saved: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "device": self.device,
+            "dtype": self.dtype,
+            "size": self.size,
+            "rows": [asdict(row) for row in self.rows],
+            "report": self.report.to_dict(),
+        }
+
+
+def run(
+    device: str | None, console: Console, *, full: bool = False, save: Path | None = None
+) -> Result:
+    """Generate frames in plain diffusers, injected, restored; compare and time them."""
+    if not installed("diffusers") or not installed("transformers"):
+        raise CannotRun("diffusers is not installed: pip install 'kernelwright[models]'")
+    from . import models
+
+    place = _device(device)
+    dtype = _dtype(place)
+    size = FULL if full else TINY
+    ways = _ways(place)
+    columns = ("{task.description}", BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"building {size}", total=len(ways) + 2)
+        pipe = models.ltx_pipeline(tiny=size.tiny, dtype=dtype, device=place)
+        pipe.set_progress_bar_config(disable=True)
+        progress.update(task, advance=1, description="a float32 run")
+        truth = _frames(_wide(pipe), size)
+        rows: list[Row] = []
+        expected: Tensor | None = None
+        report: Report | None = None
+        for name, prepare in ways.items():
+            progress.update(task, advance=1, description=name)
+            found = prepare(pipe)
+            begin = time.perf_counter()
+            frames = _frames(pipe, size)
+            first = time.perf_counter() - begin
+            frames, seconds = _timed(pipe, size, place)
+            expected = frames if expected is None else expected
+            report = report or found
+            rows.append(_row(name, frames, expected, truth, seconds, first, rows))
+        restore(pipe)
+    assert expected is not None
+    assert report is not None
+    if save is not None:
+        _save(save, expected, frames)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
+    kept = None if save is None else str(save)
+    return Result(name, str(dtype).removeprefix("torch."), str(size), tuple(rows), report, kept)
+
+
+def _ways(place: torch.device) -> dict[str, Callable[[Any], Report | None]]:
+    """What is done to the pipeline before it runs, by name; the first is what others are held
+    against."""
+    ways: dict[str, Callable[[Any], Report | None]] = {
+        "eager": lambda pipe: None,
+        'inject(pipe)  # "exact"': inject,
+        'inject(pipe, numerics="fused")': lambda pipe: inject(pipe, numerics="fused"),
+    }
+    if place.type == "cuda":
+        ways["inject(pipe, graphs=True)"] = lambda pipe: inject(pipe, graphs=True)
+    ways["restore(pipe)"] = _restored
+    return ways
+
+
+def _restored(pipe: Any) -> None:
+    restore(pipe)
+
+
+def _row(
+    name: str,
+    frames: Tensor,
+    expected: Tensor,
+    truth: Tensor,
+    seconds: float,
+    first: float,
+    before: list[Row],
+) -> Row:
+    equal, error = torch.equal(frames, expected), error_against(frames, truth)
+    # of a few frames the errors of two equally good roundings differ by chance
+    passed = error <= 1.5 * before[0].error if "fused" in name else equal
+    return Row(name, equal, error, seconds * 1e3, first, passed)
+
+
+def _frames(pipe: Any, size: Size, each_step: Callable[[], None] | None = None) -> Tensor:
+    """[frames, channels, height, width] in 0..1"""
+
+    def after(pipe: Any, index: int, step: Any, given: dict[str, Any]) -> dict[str, Any]:
+        if each_step is not None:
+            each_step()
+        return given
+
+    return pipe(
+        prompt=PROMPT,
+        num_frames=size.frames,
+        height=size.height,
+        width=size.width,
+        num_inference_steps=STEPS,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+        callback_on_step_end=after,
+    ).frames[0]
+
+
+def _timed(pipe: Any, size: Size, place: torch.device) -> tuple[Tensor, float]:
+    """The frames, and the seconds of one denoise step."""
+    ends: list[float] = []
+
+    def note() -> None:
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        ends.append(time.perf_counter())
+
+    frames = _frames(pipe, size, note)
+    return frames, (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def _wide(pipe: Any) -> Any:
+    """The same pipeline in float32."""
+    parts = {
+        name: nn.Module.float(copy.deepcopy(part)) if isinstance(part, nn.Module) else part
+        for name, part in pipe.components.items()
+    }
+    wide = type(pipe)(**parts)
+    wide.set_progress_bar_config(disable=True)
+    return wide
+
+
+def _save(path: Path, before: Tensor, after: Tensor) -> None:
+    """A picture: eager's frames above, those of the last way below."""
+    from PIL import Image
+
+    rows = [torch.cat(list(frames[::2].cpu().float()), dim=2) for frames in (before, after)]
+    pixels = (torch.cat(rows, dim=1).clamp(0, 1) * 255).byte().permute(1, 2, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.numpy()).save(path)
+
+
+def page(result: Result) -> RenderableType:
+    """The result for the terminal."""
+    table = Table(title=f"{result.size}, {STEPS} steps, {result.dtype}, {result.device}")
+    for name in ("", "frames", "error against float32", "ms a step", "first run, s"):
+        table.add_column(name, justify="left" if name in ("", "frames") else "right")
+    for row in result.rows:
+        table.add_row(
+            row.name,
+            "the same bits" if row.equal else "differ",
+            f"{row.error:.2e}",
+            f"{row.step_ms:.1f}",
+            f"{row.first_s:.2f}",
+            style=None if row.passed else "red",
+        )
+    lines: list[RenderableType] = [result.report, "", table]
+    if result.device == "CPU":
+        lines.append(
+            "On the CPU the ops run in plain PyTorch: the bits count here, the times do not."
+        )
+    if result.saved:
+        lines.append(f"Frames before and after: {result.saved}")
+    return Group(*lines)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CannotRun(f"device {name!r} cannot be used: {reason}") from None
+    return place
+
+
+def _dtype(place: torch.device) -> torch.dtype:
+    """bfloat16, unless the GPU has none."""
+    if place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 0):
+        return torch.float16
+    return torch.bfloat16

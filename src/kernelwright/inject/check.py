@@ -1,0 +1,271 @@
+"""First sight: a replaced forward and the module's own run side by side, and are compared.
+
+`exact` compares every module at every new shape with `torch.equal`. The other tiers compare the
+error of both against a float32 run of the same weights: one module of each class in the first
+forward, and with `verify=True` every module at every new shape.
+
+If a forward differs in `exact`, its fused sites are tried one by one, and those that differ stay
+eager; if that does not mend it, or in another tier, the whole module does. Either gives a warning
+and a line in the report.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import contract, handoff
+from .signature import has_state, signature, written
+
+Forward = Callable[..., Any]
+NOTHING: dict[str, str] = {}
+DIFFERS = "differs from eager's"
+
+
+class _Pass(threading.local):
+    """How injected modules behave in this thread, now."""
+
+    eager = False  # as if nothing were injected
+    inside = False  # inside a forward of ours: what is called from it needs no check of its own
+    comparing = False  # try each site against eager
+    off: dict[str, str] = NOTHING  # sites of the running module that stay eager, and why
+    notes: Counter[tuple[str, str]] | None = None  # what became of each site, while somebody asks
+
+
+current = _Pass()
+
+
+@contextmanager
+def _set(**values: Any) -> Iterator[None]:
+    before = {name: getattr(current, name) for name in values}
+    for name, value in values.items():
+        setattr(current, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(current, name, value)
+
+
+def eagerly() -> Any:
+    """While this lasts, injected modules run their own forward."""
+    return _set(eager=True, comparing=False, off=NOTHING, notes=None)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """torch.equal, over whatever a forward returns."""
+    ours, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b)
+
+
+def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any]) -> Any:
+    """One fused place of a forward: the kernel, unless first sight found that it cannot run here or
+    differs from eager."""
+    if torch.compiler.is_compiling():
+        return kernel()
+    if current.off and name in current.off:
+        return eager()
+    if current.notes is None:
+        return kernel()
+    try:
+        result = kernel()
+    except ValueError as no:  # an op says so before it launches anything
+        current.off[name] = str(no)
+        return eager()
+    current.notes[name, "fused"] += 1
+    if not current.comparing:
+        return result
+    with _set(comparing=False, notes=None):
+        expected = eager()
+    if equal(result, expected):
+        return result
+    current.off[name] = DIFFERS
+    return expected
+
+
+def declined(name: str, why: str) -> None:
+    """A place that could be fused and is not, because of what it was given."""
+    if not torch.compiler.is_compiling() and current.notes is not None:
+        current.notes[name, why] += 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One module at one signature, as first seen."""
+
+    module: str
+    kind: str
+    inputs: str
+    sites: dict[tuple[str, str], int]  # how many places of a name met which fate
+    equal: bool | None = None  # None: not compared bit for bit
+    error: float | None = None
+    eager_error: float | None = None
+    problem: str | None = None
+
+
+@dataclass
+class Checker:
+    """The verdicts of one injection."""
+
+    numerics: str
+    verify: bool
+    names: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
+    findings: list[Finding] = field(default_factory=list)
+    _fused: WeakKeyDictionary[nn.Module, dict[Any, bool]] = field(default_factory=WeakKeyDictionary)
+    _off: WeakKeyDictionary[nn.Module, dict[str, str]] = field(default_factory=WeakKeyDictionary)
+    _proven: set[type] = field(default_factory=set)
+
+    def run(self, module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:
+        """The forward of an injected module."""
+        if current.eager:
+            return eager(module, *args, **kwargs)
+        if current.inside:
+            return self._inside(module, fused, args, kwargs)
+        seen = self._fused.get(module)
+        if seen is None:
+            seen = self._fused[module] = {}
+        key = signature(args, kwargs)
+        verdict = seen.get(key)
+        if verdict is None:
+            seen[key], result = self._first_sight(module, fused, eager, args, kwargs)
+            return result
+        return (self._inside if verdict else self._eager)(
+            module, fused if verdict else eager, args, kwargs
+        )
+
+    def _inside(self, module: nn.Module, fused: Forward, args: Any, kwargs: Any) -> Any:
+        before = current.inside, current.off
+        current.inside, current.off = True, self._sites_off(module)
+        try:
+            return fused(module, *args, **kwargs)
+        finally:
+            current.inside, current.off = before
+
+    def _sites_off(self, module: nn.Module) -> dict[str, str]:
+        if current.notes is not None:
+            return self._off.setdefault(module, {})
+        return self._off.get(module, NOTHING) if self._off else NOTHING
+
+    @staticmethod
+    def _eager(module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
+        with eagerly():
+            return eager(module, *args, **kwargs)
+
+    def _first_sight(
+        self, module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any
+    ) -> tuple[bool, Any]:
+        """Whether the fused forward holds at this signature, and the result of this call."""
+        exact = self.numerics == "exact"
+        wanted = exact or self.verify or type(module) not in self._proven
+        notes: Counter[tuple[str, str]] = Counter()
+        random = _Random(args, kwargs)
+        ahead = handoff.waits_for(module)
+        # what writes a cache or calls hooks is not run twice: its sites are tried one by one
+        twice = wanted and not has_state(args, kwargs) and not _has_hooks(module)
+        with _set(notes=notes, comparing=exact and wanted and not twice):
+            result = self._inside(module, fused, args, kwargs)
+        facts: dict[str, Any] = {}
+        good, problem = True, None
+        if twice:
+            random.rewind()
+            with torch.no_grad():
+                expected = self._eager(module, eager, args, kwargs)
+            if exact:
+                good = facts["equal"] = equal(result, expected)
+            else:
+                facts = contract.errors(module, eager, args, kwargs, result, expected, eagerly)
+                good = contract.holds(contract.rows(expected), **facts)
+            if not good and exact:
+                good, result = self._mend(module, fused, args, kwargs, expected, random)
+                if good and ahead and DIFFERS not in self._all_off(module).values():
+                    # it is right by itself: the module before it worked ahead wrongly
+                    handoff.refuse(module)
+                    problem = f"what the module before it laid ready {DIFFERS}"
+            if not good:
+                handoff.forget()
+                problem = f"its forward {DIFFERS}" if exact else "its error is too large"
+                handoff.refuse(module)
+                random.rewind()
+                result = self._eager(module, eager, args, kwargs)
+        off = self._all_off(module)
+        for inner in [m for m in module.modules() if not self._off.get(m, True)]:
+            del self._off[inner]
+        for name, why in off.items():
+            notes[name, why] = notes.pop((name, "fused"), 1)
+        if different := sorted(name for name, why in off.items() if why == DIFFERS):
+            problem = problem or f"{', '.join(different)} {DIFFERS}"
+        if good and wanted:
+            self._proven.add(type(module))
+        self._record(module, args, kwargs, notes, facts, problem)
+        return good, result
+
+    def _mend(
+        self, module: nn.Module, fused: Forward, args: Any, kwargs: Any, expected: Any, random: Any
+    ) -> tuple[bool, Any]:
+        """Find the sites that differ, leave them eager, and see whether the rest is right."""
+        random.rewind()
+        with _set(comparing=True, notes=Counter()):
+            self._inside(module, fused, args, kwargs)
+        random.rewind()
+        result = self._inside(module, fused, args, kwargs)
+        return equal(result, expected), result
+
+    def _all_off(self, module: nn.Module) -> dict[str, str]:
+        return {n: why for m in module.modules() for n, why in self._off.get(m, NOTHING).items()}
+
+    def _record(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        notes: Counter[tuple[str, str]],
+        facts: dict[str, Any],
+        problem: str | None,
+    ) -> None:
+        kind = type(module).__name__
+        name = self.names.get(module, f"a {kind}")
+        inputs = written(args, kwargs)
+        self.findings.append(Finding(name, kind, inputs, dict(notes), problem=problem, **facts))
+        if problem:
+            warnings.warn(f"{name} at {inputs}: {problem}; that stays eager", stacklevel=6)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something inside a module is told when it runs."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks for m in module.modules() if m is not module
+    )
+
+
+class _Random:
+    """The state of the random generators before a forward, so that dropout repeats itself."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        devices = {
+            t.device
+            for t in pytree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor) and t.is_cuda
+        }
+        self.cpu = torch.get_rng_state()
+        self.cuda = [(d, torch.cuda.get_rng_state(d)) for d in devices]
+
+    def rewind(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for device, state in self.cuda:
+            torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,125 @@
+"""Whether a function is the one a recipe was written after, whatever model it belongs to.
+
+Families of transformers hold copies of each other's code. A recipe names the code it knows by its
+fingerprint and then fits every copy; code that was changed, in a model or in a later version of the
+library, has another and is left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+# what functions may differ in that compute the same
+SILENT = {"annotation", "returns", "type_comment", "type_params", "ctx", "kind"}
+
+
+@cache
+def fingerprint(function: Any) -> str:
+    """The same for functions that read alike but for annotations, docstrings and comments, and call
+    functions that do; "" if the source is not there to be read.
+
+    Decorators of the function itself count, those of what it calls do not.
+    """
+    found = plain(function)
+    try:
+        outlines = None if found is None else sorted(_outlines(found, {}).items())
+    except (OSError, SyntaxError, TypeError):
+        outlines = None
+    return "" if outlines is None else hashlib.sha256(repr(outlines).encode()).hexdigest()[:12]
+
+
+@cache
+def runs_in_turn(function: Any, blocks: str, last: str) -> bool:
+    """Whether a forward does nothing to its hidden states between `self.blocks`, nor before it
+    gives them to `self.last`: then what one lays ready for the next cannot go stale."""
+    found = plain(function)
+    try:
+        body = [] if found is None else _tree(found).body
+    except (OSError, SyntaxError, TypeError):
+        return False
+    for loop, after in pairwise(body):
+        if isinstance(loop, ast.For) and f"self.{blocks}" in ast.unparse(loop.iter):
+            block = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
+            states = _passed(loop.body[0], ast.unparse(block))
+            alone = len(loop.body) == 1 and not loop.orelse
+            return alone and states is not None and states == _passed(after, f"self.{last}")
+    return False
+
+
+def plain(found: Any) -> FunctionType | None:
+    """The function behind its decorators. The package `kernels` makes a module of some, whose
+    forward keeps it."""
+    if isinstance(found, nn.Module):
+        found = inspect.getclosurevars(type(found).forward).nonlocals.get("func")
+    found = inspect.unwrap(found) if callable(found) else None
+    return found if isinstance(found, FunctionType) else None
+
+
+def outline(function: Any) -> str:
+    """How a function is written, but for annotations, docstrings and comments; "" if the source is
+    not there to be read."""
+    found = plain(function)
+    try:
+        return "" if found is None else _outline(_tree(found))
+    except (OSError, SyntaxError, TypeError):
+        return ""
+
+
+def _tree(function: FunctionType) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise TypeError(f"{function.__name__} is not written with def")
+    return tree
+
+
+def _outlines(function: FunctionType, seen: dict[str, str]) -> dict[str, str]:
+    """The outline of a function, and of those that it calls by name."""
+    tree = _tree(function)
+    if seen:
+        tree.decorator_list = []
+    seen[function.__name__] = _outline(tree)
+    for name in _called(tree):
+        callee = plain(function.__globals__.get(name))
+        if callee is not None and name not in seen and not callee.__module__.startswith("torch."):
+            _outlines(callee, seen)
+    return seen
+
+
+def _called(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node.func.id
+
+
+def _outline(node: Any) -> str:
+    """A syntax tree in words that every version of Python finds for it."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_outline, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {n: v for n, v in ast.iter_fields(node) if n not in SILENT and v not in (None, [])}
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    parts = ", ".join(f"{name}={_outline(value)}" for name, value in fields.items())
+    return f"{type(node).__name__}({parts})"
+
+
+def _passed(statement: ast.stmt, callee: str) -> str | None:
+    """x, if a statement is `x = callee(x, ...)`."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target, call = statement.targets[0], statement.value
+    if not isinstance(call, ast.Call) or ast.unparse(call.func) != callee or not call.args:
+        return None
+    given = ast.unparse(call.args[0])
+    return given if isinstance(target, ast.Name) and target.id == given else None

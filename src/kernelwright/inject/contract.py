@@ -1,0 +1,75 @@
+"""What the tiers that round differently promise: an error not above eager's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .slots import hooked
+
+MARGIN = 1.05  # how much above eager's an error may lie
+# a float32 model has no wider run to be held against: parts of it compute in float32 anyway
+FLOAT32_ERROR = 1e-5
+
+
+def errors(
+    module: nn.Module,
+    eager: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    result: Any,
+    expected: Any,
+    eagerly: Callable[[], Any],
+) -> dict[str, float]:
+    """The errors of `result` and of eager's `expected` against a float32 run of the same weights;
+    none of them if the weights are not here to be widened."""
+    if not _here(module):
+        return {}
+    with torch.no_grad(), eagerly():
+        wide = _widened((args, kwargs))
+        twin = copy.deepcopy(module).float()
+        truth = eager(twin, *wide[0], **wide[1])
+        return {"error": error(result, truth), "eager_error": error(expected, truth)}
+
+
+def holds(rows: int, error: float | None = None, eager_error: float | None = None) -> bool:
+    """Whether the promise is kept, as far as so many rows can tell: two equally good roundings of
+    n rows err alike only to about 1 / sqrt(n)."""
+    if error is None or eager_error is None:
+        return True
+    return error <= max(MARGIN * (1 + rows**-0.5) * eager_error, FLOAT32_ERROR)
+
+
+def rows(result: Any) -> int:
+    return max(1, sum(t.numel() // max(1, t.shape[-1]) for t in _tensors(result) if t.ndim))
+
+
+def error(result: Any, truth: Any) -> float:
+    """‖result − truth‖ / ‖truth‖ over all tensors of a result."""
+    off = size = 0.0
+    for y, t in zip(_tensors(result), _tensors(truth), strict=True):
+        t = t.double()
+        off += float(torch.linalg.vector_norm(y.double() - t)) ** 2
+        size += float(torch.linalg.vector_norm(t)) ** 2
+    return (off / size) ** 0.5 if size else off**0.5
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _widened(tree: Any) -> Any:
+    return pytree.tree_map(
+        lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, tree
+    )
+
+
+def _here(module: nn.Module) -> bool:
+    return not any(hooked(m) for m in module.modules()) and not any(
+        p.is_meta for p in module.parameters()
+    )

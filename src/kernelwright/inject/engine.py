@@ -1,0 +1,300 @@
+"""Putting recipes on a model, and taking them off again.
+
+Everything an injection leaves on a model is the instance attribute `forward` of the modules it
+changes (or the slot in which a hook keeps it). Restoring removes it; copying a model copies it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from . import handoff, norms, slots
+from .check import Checker, current
+from .fusions import Fusions
+from .recipe import Chain, Forward, Patch, full_name, recipes
+from .report import Line, Report
+from .selection import Selection
+from .targets import Part, parts_of
+
+if TYPE_CHECKING:
+    from .graphs import Graphs
+
+NUMERICS = ("exact", "fused")
+
+
+@dataclass(eq=False)
+class Injection:
+    """One model with the forwards that replace those of its modules."""
+
+    root: ref[nn.Module]
+    forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
+
+    def put(self) -> None:
+        for module, forward in self.forwards:
+            if (found := module()) is not None:
+                slots.put(found, forward)
+
+
+_active: WeakKeyDictionary[nn.Module, list[Injection]] = WeakKeyDictionary()
+
+
+def inject(
+    target: Any,
+    *,
+    numerics: str = "exact",
+    graphs: bool = False,
+    only: Any = None,
+    skip: Any = None,
+    verify: bool = False,
+    backend: str = "auto",
+) -> Report:
+    """Make a model use the kernels, until `restore(target)`.
+
+    Args:
+        target: a diffusers pipeline, a model of diffusers or transformers, or any nn.Module.
+        numerics: "exact" gives the bits of eager PyTorch: every module is compared with its own
+            forward the first time it sees a shape, and stays eager if it differs. "fused" rounds
+            once where eager rounds after every step; its error is not above eager's.
+        graphs: replay the forward of the denoiser, or of the model given, as a CUDA graph.
+        only, skip: names of components ("vae"), of classes ("LTXAttention") or of modules
+            ("transformer_blocks.0.*"), one or several.
+        verify: in "fused", check every module at every new shape, not one of each class once.
+        backend: "auto", or the name of the one that every op shall use.
+
+    Returns:
+        A report of what was replaced, by what, and what was left alone and why. Print it.
+    """
+    report, injections = _prepare(target, numerics, graphs, only, skip, verify, backend)
+    for injection in injections:
+        root = injection.root()
+        assert root is not None
+        _take_off(root)
+        _active[root] = [injection]
+        injection.put()
+    return report
+
+
+def restore(target: Any) -> int:
+    """Bring back exactly what was there before `inject`; returns how many modules changed."""
+    count = 0
+    for part in parts_of(target):
+        _active.pop(part.model, None)
+        count += _take_off(part.model)
+    return count
+
+
+@contextmanager
+def injected(target: Any, **how: Any) -> Iterator[Report]:
+    """`inject` for as long as a `with` lasts; what was injected before comes back after it."""
+    report, injections = _prepare(target, **{**_DEFAULTS, **how})
+    for injection in injections:
+        root = injection.root()
+        assert root is not None
+        _active.setdefault(root, []).append(injection)
+        _show_last(root)
+    try:
+        yield report
+    finally:
+        for injection in injections:
+            root = injection.root()
+            if root is not None and injection in _active.get(root, ()):
+                _active[root].remove(injection)
+                _show_last(root)
+
+
+def inspect(target: Any, *, numerics: str = "exact", only: Any = None, skip: Any = None) -> Report:
+    """What `inject` would do, without doing it. Works on a model without memory ("meta") too."""
+    report, _ = _prepare(target, **{**_DEFAULTS, "numerics": numerics, "only": only, "skip": skip})
+    return report.as_plan()
+
+
+_DEFAULTS = {
+    "numerics": "exact",
+    "graphs": False,
+    "only": None,
+    "skip": None,
+    "verify": False,
+    "backend": "auto",
+}
+
+
+def _take_off(root: nn.Module) -> int:
+    return sum(slots.remove(module) for module in root.modules())
+
+
+def _show_last(root: nn.Module) -> None:
+    _take_off(root)
+    if stack := _active.get(root):
+        stack[-1].put()
+    else:
+        _active.pop(root, None)
+
+
+def _prepare(
+    target: Any, numerics: str, graphs: bool, only: Any, skip: Any, verify: bool, backend: str
+) -> tuple[Report, list[Injection]]:
+    _check_arguments(numerics, backend)
+    parts = parts_of(target)
+    selection = Selection(only, skip, parts)
+    report = Report(type(target).__name__, numerics)
+    injections = [
+        _plan(part, selection, report, numerics, graphs, verify, backend) for part in parts
+    ]
+    return report, injections
+
+
+def _check_arguments(numerics: str, backend: str) -> None:
+    if numerics == "fp8":
+        raise ValueError('inject: numerics is "fp8", which is not there yet; "fused" comes nearest')
+    if numerics not in NUMERICS:
+        raise ValueError(f"inject: numerics is {numerics!r}, expected one of {NUMERICS}")
+    known = ("auto", "torch", "triton", "cuda")
+    if backend not in known:
+        raise ValueError(f"inject: backend is {backend!r}, expected one of {known}")
+    if numerics == "exact" and backend == "triton":
+        raise ValueError(
+            'inject: backend is "triton", which cannot fix the order of a sum; "exact" needs '
+            '"cuda" or "auto", or choose numerics="fused"'
+        )
+
+
+def _plan(
+    part: Part,
+    selection: Selection,
+    report: Report,
+    numerics: str,
+    graphs: bool,
+    verify: bool,
+    backend: str,
+) -> Injection:
+    """Find a forward for every module of one model, and write down what becomes of each."""
+    model = part.model
+    named = dict(model.named_modules())
+    checker = Checker(numerics, verify)
+    fusions = Fusions(
+        numerics, None if backend == "auto" else backend, norms.survey(named.values())
+    )
+    report.checkers.append(checker)
+    injection = Injection(ref(model))
+    made: dict[tuple[int, type], Forward] = {}
+    covered: dict[nn.Module, str] = {}
+    lines: Counter[Line] = Counter()
+    for name, module in named.items():
+        found, patch, why = _match(module, numerics)
+        if not found:
+            continue
+        line = partial(Line, part.name, places(name), full_name(type(module)), _weight(module))
+        if why is None and (no := selection.leaves_out(part, name, module)):
+            why = no
+        if why is None:
+            why = slots.why_not(module)
+        if why is not None or patch is None:
+            lines[line(None, numerics, why)] += 1
+            continue
+        for child in patch.covers:
+            if (inner := getattr(module, child, None)) is not None:
+                covered[inner] = type(module).__name__
+        key = id(patch), type(module)
+        if key not in made:
+            made[key] = _forward(patch, type(module), fusions, checker)
+        checker.names[module] = part.path(name)
+        handoff.allow(module)
+        injection.forwards.append((ref(module), made[key]))
+        does = f"in {covered[module]}" if module in covered else patch.does
+        lines[line(does, numerics, None)] += 1
+    report.add(lines)
+    wrap: Graphs | None = None
+    if graphs and part.denoises:
+        from .graphs import Graphs
+
+        wrap = Graphs()
+        report.graphs.append(wrap)
+    for module in named.values():
+        chain = _chain(module) if injection.forwards else None
+        graphed = wrap if module is model else None
+        if (chain or graphed) and slots.why_not(module) is None:
+            injection.forwards.append((ref(module), _whole(type(module), chain, graphed)))
+    return injection
+
+
+def _chain(module: nn.Module) -> Chain | None:
+    """How to find the blocks of a module in the order in which it calls them."""
+    return next((c for r in recipes() if (c := r.chain(module)) is not None), None)
+
+
+def _match(module: nn.Module, numerics: str) -> tuple[bool, Patch | None, str | None]:
+    """Whether a module is of interest, the patch for it, and why it gets none."""
+    why = None
+    for recipe in recipes():
+        for patch in recipe.patches:
+            answer = patch.matches(module)
+            if answer is True:
+                return True, patch, patch.not_exact if numerics == "exact" else None
+            if isinstance(answer, str):
+                why = why or answer
+    if why is None and _COMPUTES.search(type(module).__name__):
+        why = "no recipe for it" if any(module.children()) else "nothing to fuse in it alone"
+    return why is not None, None, why
+
+
+# names of modules that a reader of the report expects to find in it
+_COMPUTES = re.compile(r"Norm|Attention|GLU|FeedForward|MLP|Rotary|Rope|RoPE|PosEmbed")
+
+
+def places(name: str) -> str:
+    """transformer_blocks.3.norm1 -> transformer_blocks.*.norm1"""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _weight(module: nn.Module) -> bool | None:
+    """Whether a leaf has a weight of its own."""
+    if any(module.children()):
+        return None
+    return getattr(module, "weight", None) is not None
+
+
+def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Checker) -> Forward:
+    """The forward that all modules of one class share: torch.compile then traces it once."""
+    fused = patch.forward(fusions, kind) if patch.for_class else patch.forward(fusions)
+    eager = kind.forward
+    known = patch.is_written_for(kind)
+
+    @functools.wraps(eager)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return (fused if known else eager)(self, *args, **kwargs)
+        return checker.run(self, fused, eager, args, kwargs)
+
+    setattr(forward, slots.MARK, patch)
+    return forward
+
+
+def _whole(kind: type[nn.Module], chain: Chain | None, graphs: Graphs | None) -> Forward:
+    """The forward of a whole model: its own, told in which order the blocks run, or as a graph."""
+    eager = kind.forward
+
+    @functools.wraps(eager)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or current.eager:
+            return eager(self, *args, **kwargs)
+        if graphs is not None:
+            return graphs(self, run, args, kwargs)
+        return run(self, *args, **kwargs)
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if chain is None else handoff.chain(list(chain(self))):
+            return eager(self, *args, **kwargs)
+
+    setattr(forward, slots.MARK, None)
+    return forward

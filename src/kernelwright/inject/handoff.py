@@ -1,0 +1,98 @@
+"""What one block computes ahead for the next.
+
+The last thing a block does is add its branch to the residual, and the first thing the next does is
+normalise the sum. One kernel can do both, if the block that ends may ask what follows it. It hands
+on the sum as always, and lays the normalised rows beside it; the next block takes them only if it
+is given that very tensor, unchanged. Whatever stands between two blocks (a hook, a cache that skips
+blocks, an added control signal) thus costs speed, never correctness.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from .slots import hooked
+
+
+class _Run(threading.local):
+    """The forward that is running in this thread."""
+
+    following: dict[int, nn.Module] | None = None
+    offer: tuple[nn.Module, tuple[Tensor, ...], tuple[int, ...], Any] | None = None
+
+
+_run = _Run()
+_refused: WeakSet[nn.Module] = WeakSet()  # what was laid ready for these came out wrong
+
+
+@contextmanager
+def chain(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """While a model runs: the order in which it calls its blocks."""
+    before, before_offer = _run.following, _run.offer
+    _run.following = {id(a): b for a, b in pairwise(modules)}
+    _run.offer = None
+    try:
+        yield
+    finally:
+        _run.following, _run.offer = before, before_offer
+
+
+def following(module: nn.Module) -> nn.Module | None:
+    """The module that runs next, if work may be done ahead for it."""
+    if torch.compiler.is_compiling() or _run.following is None or torch.is_grad_enabled():
+        return None
+    after = _run.following.get(id(module))
+    if after is None or hooked(module) or hooked(after) or (_refused and after in _refused):
+        return None
+    return after
+
+
+def offer(module: nn.Module, given: tuple[Tensor, ...], value: Any) -> None:
+    """Lay `value` beside the tensors `given`, for `module` alone."""
+    _run.offer = module, given, tuple(_version(t) for t in given), value
+
+
+def take(module: nn.Module, *given: Tensor) -> Any:
+    """What was laid ready for `module` beside these very tensors, or None."""
+    if torch.compiler.is_compiling() or _run.offer is None:
+        return None
+    owner, tensors, versions, value = _run.offer
+    _run.offer = None
+    if owner is not module or len(tensors) != len(given):
+        return None
+    for mine, theirs, version in zip(tensors, given, versions, strict=True):
+        if mine is not theirs or _version(theirs) != version:
+            return None
+    return value
+
+
+def waits_for(module: nn.Module) -> bool:
+    """Whether something is laid ready for this module."""
+    return _run.offer is not None and _run.offer[0] is module
+
+
+def forget() -> None:
+    _run.offer = None
+
+
+def refuse(module: nn.Module) -> None:
+    """Lay nothing ready for this module any more."""
+    _refused.add(module)
+
+
+def allow(module: nn.Module) -> None:
+    _refused.discard(module)
+
+
+def _version(t: Tensor) -> int:
+    """How often a tensor was written; inference tensors do not count it, and between two blocks
+    without hooks nothing writes."""
+    return 0 if t.is_inference() else t._version

@@ -1,0 +1,1 @@
+"""One file a model family; `recipe.recipes()` finds them by themselves."""

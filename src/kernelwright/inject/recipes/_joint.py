@@ -1,0 +1,71 @@
+"""Query and key of several streams of tokens, such as text and image, that attend together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fusions import Fusions
+
+Rotary = tuple[Tensor, Tensor]
+# arguments of IP-Adapter that other processors are given too, and do not look at
+QUIET = {"ip_adapter_masks", "ip_hidden_states"}
+
+
+class Stream(NamedTuple):
+    """Query and key [batch, tokens, heads, dim] of one stream, and their norms or None."""
+
+    query: Tensor
+    key: Tensor
+    norm_q: Any
+    norm_k: Any
+
+
+def joint_qk(
+    fuse: Fusions,
+    streams: Sequence[Stream],
+    rotary: Rotary | None = None,
+    rotate: Callable[[Tensor, Rotary], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Query and key of all streams, one behind the other: normed, then turned by `rotate` and the
+    tables `rotary` [tokens of all streams, dim]."""
+    if len(streams) == 1:
+        return _normed(fuse, streams[0], rotary, rotate, None)
+    sizes = [s.query.shape[1] for s in streams]
+    tables: list[Any] = [None] * len(streams)
+    if rotary is not None:
+        tables = list(zip(rotary[0].split(sizes), rotary[1].split(sizes), strict=True))
+    normed = all(s.norm_q is not None and s.norm_k is not None for s in streams)
+    if not normed or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        made = [_normed(fuse, s, t, rotate, None) for s, t in zip(streams, tables, strict=True)]
+        return torch.cat([q for q, _ in made], dim=1), torch.cat([k for _, k in made], dim=1)
+    # each stream is written where it belongs, so nothing is left to concatenate
+    query, key = _room(streams[0].query, sum(sizes)), _room(streams[0].key, sum(sizes))
+    places = zip(query.split(sizes, dim=1), key.split(sizes, dim=1), strict=True)
+    for stream, table, place in zip(streams, tables, places, strict=True):
+        _normed(fuse, stream, table, rotate, place)
+    return query, key
+
+
+def _normed(
+    fuse: Fusions,
+    stream: Stream,
+    rotary: Rotary | None,
+    rotate: Callable[[Tensor, Rotary], Tensor] | None,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        return x if rotary is None or rotate is None else rotate(x, rotary)
+
+    query, key, norm_q, norm_k = stream
+    if norm_q is None or norm_k is None:
+        query, key = norm_q(query) if norm_q else query, norm_k(key) if norm_k else key
+        return turned(query), turned(key)
+    return fuse.qk_norm_rope(query, key, norm_q, norm_k, rotary, turned, out=out)
+
+
+def _room(like: Tensor, tokens: int) -> Tensor:
+    return like.new_empty((like.shape[0], tokens, *like.shape[2:]))

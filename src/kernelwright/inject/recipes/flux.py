@@ -1,0 +1,246 @@
+"""FLUX.1.
+
+The first blocks keep text and image apart and join them for attention only; the later ones hold
+both as one row of tokens, yet hand them on as two. Norm and modulation, gate, residual and the next
+norm, and QK-norm with RoPE become one kernel each. A block finishes the norms of the next one, and
+a single block hands on the joined tokens as well, so that the next need not join them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import handoff
+from ..fusions import Fusions
+from ..recipe import Forward, Patch, Recipe
+from ._joint import QUIET, Rotary, Stream, joint_qk
+from .adaln import adapted, is_adaptive
+
+MODULE = "diffusers.models.transformers.transformer_flux"
+Arguments = dict[str, Any] | None
+
+
+def block(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Rotary | None = None,
+        joint_attention_kwargs: Arguments = None,
+    ) -> tuple[Tensor, Tensor]:
+        opened = handoff.take(self, hidden_states, encoder_hidden_states, temb)
+        if opened is None:
+            image = self.norm1(hidden_states, emb=temb)
+            text = self.norm1_context(encoder_hidden_states, emb=temb)
+        else:
+            image, text = opened
+        turned, text_turned, *added = self.attn(
+            hidden_states=image[0],
+            encoder_hidden_states=text[0],
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+        )
+        gate, shift, scale, last_gate = (t[:, None] for t in image[1:])
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, turned, self.norm2, gate, scale, shift
+        )
+        branch = self.ff(rows)
+
+        gate, shift, scale, text_last_gate = (t[:, None] for t in text[1:])
+        rows, encoder_hidden_states = fuse.residual_norm(
+            encoder_hidden_states, text_turned, self.norm2_context, gate, scale, shift
+        )
+        text_branch = self.ff_context(rows)
+
+        after = None if added else following(self, encoder_hidden_states, temb)
+        if after is None:
+            hidden_states = fuse.residual(hidden_states, branch, last_gate)
+            if added:
+                hidden_states = hidden_states + added[0]
+            encoder_hidden_states = fuse.residual(
+                encoder_hidden_states, text_branch, text_last_gate
+            )
+            return bounded(encoder_hidden_states), hidden_states
+        image, hidden_states = adapted(fuse, after.norm1, temb, hidden_states, branch, last_gate)
+        text, encoder_hidden_states = adapted(
+            fuse, after.norm1_context, temb, encoder_hidden_states, text_branch, text_last_gate
+        )
+        handoff.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
+        return encoder_hidden_states, hidden_states
+
+    return forward
+
+
+def single_block(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Rotary | None = None,
+        joint_attention_kwargs: Arguments = None,
+    ) -> tuple[Tensor, Tensor]:
+        words = encoder_hidden_states.shape[1]
+        opened = handoff.take(self, hidden_states, encoder_hidden_states, temb)
+        if opened is None:
+            tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+            rows, gate = self.norm(tokens, emb=temb)
+        else:
+            tokens, (rows, gate) = opened
+        wide = fuse.linear_gelu(self.proj_mlp, self.act_mlp, rows)
+        turned = self.attn(
+            hidden_states=rows,
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+        )
+        branch, gate = self.proj_out(torch.cat([turned, wide], dim=2)), gate[:, None]
+
+        after = following(self, tokens, temb)
+        if after is None:
+            tokens = bounded(fuse.residual(tokens, branch, gate))
+            return tokens[:, :words], tokens[:, words:]
+        opened, tokens = adapted(fuse, after.norm, temb, tokens, branch, gate)
+        encoder_hidden_states, hidden_states = tokens[:, :words], tokens[:, words:]
+        handoff.offer(after, (hidden_states, encoder_hidden_states, temb), (tokens, opened))
+        return encoder_hidden_states, hidden_states
+
+    return forward
+
+
+def following(block: Any, tokens: Tensor, temb: Tensor) -> Any:
+    """The next block, if it is of the same kind and its norms may be run here."""
+    after: Any = handoff.following(block)
+    # in float16 the sum is bounded before it is normalised
+    if type(after) is not type(block) or tokens.dtype == torch.float16:
+        return None
+    names = ("norm1", "norm1_context") if hasattr(after, "norm1") else ("norm",)
+    return after if all(is_adaptive(getattr(after, n), temb) for n in names) else None
+
+
+def bounded(x: Tensor) -> Tensor:
+    """float16 without infinities."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+def attention(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        alone = encoder_hidden_states is None
+        if not is_plain(self, alone) or kwargs.keys() - QUIET:
+            return type(self).forward(
+                self,
+                hidden_states,
+                encoder_hidden_states,
+                attention_mask,
+                image_rotary_emb,
+                **kwargs,
+            )
+        return attend(
+            fuse, self, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+        )
+
+    return forward
+
+
+def is_plain(attn: Any, alone: bool) -> bool:
+    """The processor the recipe was written after, with projections of their own, for the image
+    alone or for both."""
+    return (
+        type(attn.processor).__name__ == "FluxAttnProcessor"
+        and not attn.fused_projections
+        and alone == (attn.added_kv_proj_dim is None)
+    )
+
+
+def attend(
+    fuse: Fusions,
+    attn: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    attention_mask: Tensor | None,
+    image_rotary_emb: Rotary | None,
+) -> Any:
+    """What FLUX's attention processor does."""
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    def heads(projection: Any, x: Tensor) -> Tensor:
+        return projection(x).unflatten(-1, (-1, attn.head_dim))
+
+    def rotate(x: Tensor, tables: Rotary) -> Tensor:
+        return apply_rotary_emb(x, tables, sequence_dim=1)
+
+    if image_rotary_emb is not None:
+        cos, sin = image_rotary_emb
+        image_rotary_emb = cos.to(hidden_states.device), sin.to(hidden_states.device)
+    query, key, value = (heads(p, hidden_states) for p in (attn.to_q, attn.to_k, attn.to_v))
+    streams = [Stream(query, key, attn.norm_q, attn.norm_k)]
+    if encoder_hidden_states is not None:
+        projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        query, key, text_value = (heads(p, encoder_hidden_states) for p in projections)
+        streams.insert(0, Stream(query, key, attn.norm_added_q, attn.norm_added_k))
+        value = torch.cat([text_value, value], dim=1)
+
+    query, key = joint_qk(fuse, streams, image_rotary_emb, rotate)
+    rows = fuse.attention(query, key, value, attention_mask, attn.processor)
+    rows = rows.flatten(2, 3).to(query.dtype)
+    if encoder_hidden_states is None:
+        return rows
+    words = encoder_hidden_states.shape[1]
+    text, image = rows.split_with_sizes([words, rows.shape[1] - words], dim=1)
+    image = attn.to_out[1](attn.to_out[0](image.contiguous()))
+    return image, attn.to_add_out(text.contiguous())
+
+
+def blocks(model: Any) -> list[Any]:
+    return [*model.transformer_blocks, *model.single_transformer_blocks]
+
+
+ACROSS = "norm + modulate, gate + residual + norm + modulate, also across blocks"
+RECIPE = Recipe(
+    family="FLUX.1",
+    patches=(
+        Patch(
+            f"{MODULE}.FluxTransformerBlock",
+            block,
+            ACROSS,
+            covers=("norm1", "norm1_context", "norm2", "norm2_context"),
+            sources=("FluxTransformerBlock.forward",),
+            written_for=("7c3a9152e771",),
+        ),
+        Patch(
+            f"{MODULE}.FluxSingleTransformerBlock",
+            single_block,
+            ACROSS,
+            covers=("norm",),
+            sources=("FluxSingleTransformerBlock.forward",),
+            written_for=("4a4d6aa1c952",),
+        ),
+        Patch(
+            f"{MODULE}.FluxAttention",
+            attention,
+            "QK-norm + RoPE in one launch",
+            covers=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+            sources=(
+                "FluxAttention.forward",
+                "FluxAttnProcessor.__call__",
+                "_get_projections",
+                "apply_rotary_emb",
+            ),
+            written_for=("44404da2c4ad",),
+        ),
+    ),
+    chains={
+        f"{MODULE}.FluxTransformer2DModel": blocks,
+        "diffusers.models.controlnets.controlnet_flux.FluxControlNetModel": blocks,
+    },
+)

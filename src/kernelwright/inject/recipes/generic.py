@@ -1,0 +1,90 @@
+"""Whatever no family knows: norms and gated activations, one module at a time."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import handoff, norms
+from ..fusions import Fusions
+from ..norms import Norm
+from ..recipe import Forward, Patch, Recipe, full_name
+
+
+def norm(fuse: Fusions) -> Forward:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs:  # each class has a name of its own for the rows
+            return type(self).forward(self, *args, **kwargs)
+        (x,) = args
+        ahead = handoff.take(self, x)
+        return fuse.norm(self, x) if ahead is None else ahead
+
+    return forward
+
+
+def is_norm(module: nn.Module) -> bool | str:
+    if not norms.looks_like_norm(module):
+        return False
+    found = norms.describe(module)
+    if not isinstance(found, Norm):
+        return found
+    # a gated norm is a plain one until it is given its gate
+    alone = len(signature(type(module).forward).parameters) == 2
+    return True if alone else "its forward takes more than the rows"
+
+
+def geglu(fuse: Fusions) -> Forward:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:  # diffusers warns about a deprecated scale here
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        return fuse.geglu(self, hidden_states)
+
+    return forward
+
+
+def is_geglu(module: nn.Module) -> bool | str:
+    return full_name(type(module)) == "diffusers.models.activations.GEGLU"
+
+
+def feed_forward(fuse: Fusions) -> Forward:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:  # diffusers warns about a deprecated scale here
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        return fuse.feed_forward(self, hidden_states)
+
+    return forward
+
+
+def is_feed_forward(module: Any) -> bool | str:
+    """Linear, GELU, Linear."""
+    if full_name(type(module)) != "diffusers.models.attention.FeedForward":
+        return False
+    first = full_name(type(module.net[0]))
+    if first == "diffusers.models.activations.GEGLU":
+        return "its GEGLU is taken by itself"
+    return first == "diffusers.models.activations.GELU" or f"no kernel for its {first}"
+
+
+RECIPE = Recipe(
+    family="any model",
+    patches=(
+        Patch(is_norm, norm, "the norm in one kernel"),
+        Patch(
+            is_geglu,
+            geglu,
+            "GEGLU in one kernel",
+            sources=("GEGLU.forward", "GEGLU.gelu"),
+            written_for=("9b3974d20013",),
+        ),
+        Patch(
+            is_feed_forward,
+            feed_forward,
+            "GELU in the epilogue of the product before it",
+            sources=("FeedForward.forward",),
+            written_for=("6fd2d6aa23eb",),
+            not_exact='GELU in the epilogue skips a rounding: numerics="fused" does it',
+        ),
+    ),
+)

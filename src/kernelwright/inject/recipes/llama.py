@@ -1,0 +1,199 @@
+"""Llama and its kin: Mistral, Qwen2, Qwen3, and every family of transformers with their code.
+
+A layer adds two branches to its residual stream and normalises after each: addition and norm become
+one kernel, the last addition together with the first norm of the next layer or with the norm behind
+all layers. RoPE of query and key is one launch, with their norms where a model has them, and so is
+the gated activation of the feed-forward.
+
+Nothing here goes by names: modules are known by the code of their forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import handoff, norms
+from ..code import fingerprint, runs_in_turn
+from ..fusions import Fusions
+from ..norms import Norm
+from ..recipe import Chain, Forward, Patch, Recipe
+
+# transformers 5.17 to 5.22
+LAYER = "ecfc0010cf77"  # LlamaDecoderLayer
+MLP = "a63053b7956b"  # LlamaMLP
+LLAMA, MISTRAL, QWEN2, QWEN3 = "2fc5664d94ae", "741ad75452c4", "8a4b8238783c", "ede566726f97"
+ATTENTION = (LLAMA, MISTRAL, QWEN2, QWEN3)
+CHANGED = "its forward is not one the recipe was written after"
+
+Rotary = tuple[Tensor, Tensor]
+ROPE: dict[str, Any] = {"layout": "half", "chain": "transformers"}
+
+
+def layer(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: Rotary | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        rows = handoff.take(self, hidden_states)
+        if rows is None:
+            rows = self.input_layernorm(hidden_states)
+        branch, _ = self.self_attn(
+            hidden_states=rows,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, branch, self.post_attention_layernorm
+        )
+        branch = self.mlp(rows)
+        after = handoff.following(self)
+        if after is None:
+            return fuse.residual(hidden_states, branch)
+        norm = getattr(after, "input_layernorm", after)
+        rows, hidden_states = fuse.residual_norm(hidden_states, branch, norm)
+        handoff.offer(after, (hidden_states,), rows)
+        return hidden_states
+
+    return forward
+
+
+def is_layer(module: nn.Module) -> bool | str:
+    parts = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    if not all(name in module._modules for name in parts):
+        return False
+    if fingerprint(type(module).forward) != LAYER:
+        return CHANGED
+    found = norms.describe(module.post_attention_layernorm)  # type: ignore[arg-type]
+    return True if isinstance(found, Norm) else f"its norm stays as it is: {found}"
+
+
+def in_turn(model: nn.Module) -> Chain | None:
+    """The layers of a model one after the other, then its last norm."""
+    layers = model._modules.get("layers")
+    if not isinstance(layers, nn.ModuleList) or not all(is_layer(m) is True for m in layers):
+        return None
+    if "norm" not in model._modules or not runs_in_turn(type(model).forward, "layers", "norm"):
+        return None
+    return lambda model: [*model.layers, model.norm]
+
+
+def rotation(turn: Callable[..., Any], rotary: Rotary) -> Callable[[Tensor], Tensor]:
+    """`apply_rotary_pos_emb` of a model, for one tensor [batch, tokens, heads, dim]."""
+
+    def rotate(x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        # it takes two tensors: the second has no heads here
+        return turn(x, x[:, :0], *rotary)[0].transpose(1, 2)
+
+    return rotate
+
+
+def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
+    """The attention of one class, which brings the functions of its own module."""
+    code = fingerprint(kind.forward)
+    own = kind.forward.__globals__
+    interfaces, by_hand = own["ALL_ATTENTION_FUNCTIONS"], own["eager_attention_forward"]
+    turn = own["apply_rotary_pos_emb"]
+
+    def window(self: Any) -> dict[str, Any]:
+        if code == LLAMA:
+            return {}
+        if code == MISTRAL:
+            return {"sliding_window": getattr(self.config, "sliding_window", None)}
+        return {"sliding_window": self.sliding_window}
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Rotary,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens = hidden_states.shape[:-1]
+        heads = (*tokens, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(heads)
+        key = self.k_proj(hidden_states).view(heads)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        rotary, rotate = position_embeddings, rotation(turn, position_embeddings)
+        if code == QWEN3:
+            query, key = fuse.qk_norm_rope(
+                query, key, self.q_norm, self.k_norm, rotary, rotate, **ROPE
+            )
+        else:
+            query, key = fuse.rope(query, key, rotary, rotate, **ROPE)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = interfaces.get_interface(self.config._attn_implementation, by_hand)
+        rows, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **window(self),
+            **kwargs,
+        )
+        return self.o_proj(rows.reshape(*tokens, -1).contiguous()), weights
+
+    return forward
+
+
+def is_attention(module: nn.Module) -> bool | str:
+    if not all(name in module._modules for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
+        return False
+    return True if fingerprint(type(module).forward) in ATTENTION else CHANGED
+
+
+def mlp(fuse: Fusions) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(fuse.swiglu(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def is_mlp(module: nn.Module) -> bool | str:
+    if not all(name in module._modules for name in ("gate_proj", "up_proj", "down_proj")):
+        return False
+    if fingerprint(type(module).forward) != MLP:
+        return CHANGED
+    name = type(module.act_fn).__name__
+    return True if name in ("SiLU", "SiLUActivation") else f"its activation is {name}, not SiLU"
+
+
+RECIPE = Recipe(
+    family="Llama and its kin",
+    patches=(
+        Patch(
+            is_layer,
+            layer,
+            "residual + norm, also across layers",
+            covers=("input_layernorm", "post_attention_layernorm"),
+        ),
+        Patch(
+            is_attention,
+            attention,
+            "RoPE in one launch, with QK-norm where there is one",
+            covers=("q_norm", "k_norm"),
+            for_class=True,
+        ),
+        Patch(is_mlp, mlp, "SwiGLU in one kernel"),
+    ),
+    chains=in_turn,
+)

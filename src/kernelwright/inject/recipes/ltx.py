@@ -1,0 +1,176 @@
+"""LTX-Video.
+
+A block modulates two norms and gates two branches; its attention normalises query and key over all
+heads and turns them by tables as wide as the token. Each of these becomes one kernel, and the last
+addition of a block is done together with the first norm of the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import handoff
+from ..fusions import Fusions
+from ..recipe import Forward, Patch, Recipe
+
+MODULE = "diffusers.models.transformers.transformer_ltx"
+Rotary = tuple[Tensor, Tensor]
+
+
+def block(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Rotary | None = None,
+        encoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        ahead = handoff.take(self, hidden_states, temb)
+        if ahead is None:
+            parts = modulation(self, temb)
+            rows = fuse.norm_modulate(self.norm1, hidden_states, parts[1], parts[0])
+        else:
+            parts, rows = ahead
+        _, _, gate, shift_ff, scale_ff, gate_ff = parts
+
+        turned = self.attn1(
+            hidden_states=rows, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
+        )
+        hidden_states = fuse.residual(hidden_states, turned, gate)
+        crossed = self.attn2(
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            image_rotary_emb=None,
+            attention_mask=encoder_attention_mask,
+        )
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, crossed, self.norm2, scale=scale_ff, shift=shift_ff
+        )
+        branch = self.ff(rows)
+
+        after = handoff.following(self)
+        if after is None:
+            return fuse.residual(hidden_states, branch, gate_ff)
+        parts = modulation(after, temb)
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, branch, after.norm1, gate_ff, parts[1], parts[0]
+        )
+        handoff.offer(after, (hidden_states, temb), (parts, rows))
+        return hidden_states
+
+    return forward
+
+
+def modulation(block: Any, temb: Tensor) -> tuple[Tensor, ...]:
+    """shift, scale and gate of both branches: [batch, 1 or tokens, width] each."""
+    table = block.scale_shift_table
+    batch, tokens = temb.shape[:2]
+    return (table.to(temb.device) + temb.reshape(batch, tokens, table.shape[0], -1)).unbind(2)
+
+
+def attention(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not is_plain(self) or kwargs:
+            return type(self).forward(
+                self,
+                hidden_states,
+                encoder_hidden_states,
+                attention_mask,
+                image_rotary_emb,
+                **kwargs,
+            )
+        return attend(
+            fuse,
+            self.processor,
+            self,
+            hidden_states,
+            encoder_hidden_states,
+            attention_mask,
+            image_rotary_emb,
+        )
+
+    return forward
+
+
+def is_plain(attn: Any) -> bool:
+    """The processor the recipe was written after, with projections of their own."""
+    return type(attn.processor).__name__ == "LTXVideoAttnProcessor" and not getattr(
+        attn, "fused_projections", False
+    )
+
+
+def attend(
+    fuse: Fusions,
+    processor: Any,
+    attn: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    attention_mask: Tensor | None,
+    image_rotary_emb: Rotary | None,
+) -> Tensor:
+    """What LTX-Video's attention processor does."""
+    from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+    context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    if attention_mask is not None:
+        batch, tokens, _ = context.shape
+        attention_mask = attn.prepare_attention_mask(attention_mask, tokens, batch)
+        attention_mask = attention_mask.view(batch, attn.heads, -1, attention_mask.shape[-1])
+
+    def rotate(x: Tensor) -> Tensor:
+        return x if image_rotary_emb is None else apply_rotary_emb(x, image_rotary_emb)
+
+    value = attn.to_v(context)
+    query, key = fuse.qk_norm_rope(
+        attn.to_q(hidden_states),
+        attn.to_k(context),
+        attn.norm_q,
+        attn.norm_k,
+        image_rotary_emb,
+        rotate,
+        across_heads=True,
+    )
+    query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, value))
+    rows = fuse.attention(query, key, value, attention_mask, processor)
+    rows = rows.flatten(2, 3).to(query.dtype)
+    for layer in attn.to_out:
+        rows = layer(rows)
+    return rows
+
+
+RECIPE = Recipe(
+    family="LTX-Video",
+    patches=(
+        Patch(
+            f"{MODULE}.LTXVideoTransformerBlock",
+            block,
+            "norm + modulate, gate + residual + norm + modulate, also across blocks",
+            covers=("norm1", "norm2"),
+            sources=("LTXVideoTransformerBlock.forward",),
+            written_for=("330df9716285",),
+        ),
+        Patch(
+            f"{MODULE}.LTXAttention",
+            attention,
+            "QK-norm + RoPE in one launch",
+            covers=("norm_q", "norm_k"),
+            sources=(
+                "LTXAttention.forward",
+                "LTXVideoAttnProcessor.__call__",
+                "apply_rotary_emb",
+            ),
+            written_for=("b699d812a67f",),
+        ),
+    ),
+    chains={f"{MODULE}.LTXVideoTransformer3DModel": lambda model: model.transformer_blocks},
+)

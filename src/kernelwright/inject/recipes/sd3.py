@@ -1,0 +1,174 @@
+"""Stable Diffusion 3 and 3.5.
+
+A block keeps text and image apart and joins them for attention; some blocks of 3.5 attend over the
+image a second time, and the last one drops the text. Norm and modulation, gate, residual and the
+next norm become one kernel each, across blocks too; query and key are normed into the place where
+they are attended to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import handoff
+from ..fusions import Fusions
+from ..recipe import Forward, Patch, Recipe, full_name
+from ._joint import QUIET, Stream, joint_qk
+from .adaln import adapted, is_adaptive
+
+PROCESSOR = "JointAttnProcessor2_0"
+NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
+
+def block(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        if self._chunk_size is not None:
+            return type(self).forward(
+                self, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs
+            )
+        given = joint_attention_kwargs or {}
+        opened = handoff.take(self, hidden_states, encoder_hidden_states, temb)
+        image, text = opened or open_block(self, hidden_states, encoder_hidden_states, temb)
+        turned, text_turned = self.attn(
+            hidden_states=image[0], encoder_hidden_states=text[0], **given
+        )
+        gate, shift, scale, last_gate = (t[:, None] for t in image[1:5])
+        if self.use_dual_attention:
+            hidden_states = fuse.residual(hidden_states, turned, gate)
+            turned, gate = self.attn2(hidden_states=image[5], **given), image[6][:, None]
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, turned, self.norm2, gate, scale, shift
+        )
+        branch = self.ff(rows)
+        if self.context_pre_only:
+            return None, fuse.residual(hidden_states, branch, last_gate)
+
+        gate, shift, scale, text_last_gate = (t[:, None] for t in text[1:])
+        rows, encoder_hidden_states = fuse.residual_norm(
+            encoder_hidden_states, text_turned, self.norm2_context, gate, scale, shift
+        )
+        text_branch = self.ff_context(rows)
+
+        after = following(self, temb)
+        if after is None:
+            hidden_states = fuse.residual(hidden_states, branch, last_gate)
+            return fuse.residual(encoder_hidden_states, text_branch, text_last_gate), hidden_states
+        image, hidden_states = adapted(fuse, after.norm1, temb, hidden_states, branch, last_gate)
+        text, encoder_hidden_states = adapted(
+            fuse, after.norm1_context, temb, encoder_hidden_states, text_branch, text_last_gate
+        )
+        handoff.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
+        return encoder_hidden_states, hidden_states
+
+    return forward
+
+
+def open_block(block: Any, image: Tensor, text: Tensor, temb: Tensor) -> tuple[Any, Any]:
+    """The first norms of both streams: rows, and gates and modulations for later."""
+    opened = block.norm1(image, emb=temb)
+    if block.context_pre_only:
+        return opened, (block.norm1_context(text, temb),)
+    return opened, block.norm1_context(text, emb=temb)
+
+
+def following(block: Any, temb: Tensor) -> Any:
+    """The next block, if its norms may be run here."""
+    after: Any = handoff.following(block)
+    if type(after) is not type(block) or after._chunk_size is not None:
+        return None
+    norms = after.norm1, after.norm1_context
+    return after if all(is_adaptive(norm, temb) for norm in norms) else None
+
+
+def attention(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **cross_attention_kwargs: Any,
+    ) -> Any:
+        plain = type(self.processor).__name__ == PROCESSOR
+        if not plain or cross_attention_kwargs.keys() - QUIET:
+            return type(self).forward(
+                self,
+                hidden_states,
+                encoder_hidden_states,
+                attention_mask,
+                **cross_attention_kwargs,
+            )
+        return attend(fuse, self, hidden_states, encoder_hidden_states)
+
+    return forward
+
+
+def is_joint(module: nn.Module) -> bool | str:
+    """The attention of SD3; the class serves many other models."""
+    return (
+        full_name(type(module)) == "diffusers.models.attention_processor.Attention"
+        and type(module.processor).__name__ == PROCESSOR
+    )
+
+
+def attend(
+    fuse: Fusions, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None
+) -> Any:
+    """What SD3's attention processor does. It takes no mask."""
+
+    def heads(projection: Any, x: Tensor) -> Tensor:
+        return projection(x).unflatten(-1, (attn.heads, -1))
+
+    query, key, value = (heads(p, hidden_states) for p in (attn.to_q, attn.to_k, attn.to_v))
+    streams = [Stream(query, key, attn.norm_q, attn.norm_k)]
+    if encoder_hidden_states is not None:
+        projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        query, key, text_value = (heads(p, encoder_hidden_states) for p in projections)
+        streams.append(Stream(query, key, attn.norm_added_q, attn.norm_added_k))
+        value = torch.cat([value, text_value], dim=1)
+
+    query, key = joint_qk(fuse, streams)
+    rows = fuse.sdpa(query, key, value, gathered=len(streams) > 1)
+    rows = rows.flatten(2, 3).to(query.dtype)
+    tokens = hidden_states.shape[1]
+    image = attn.to_out[1](attn.to_out[0](rows[:, :tokens]))
+    if encoder_hidden_states is None:
+        return image
+    text = rows[:, tokens:]
+    return image, text if attn.context_pre_only else attn.to_add_out(text)
+
+
+RECIPE = Recipe(
+    family="Stable Diffusion 3",
+    patches=(
+        Patch(
+            "diffusers.models.attention.JointTransformerBlock",
+            block,
+            "norm + modulate, gate + residual + norm + modulate, also across blocks",
+            covers=("norm1", "norm1_context", "norm2", "norm2_context"),
+            sources=("JointTransformerBlock.forward",),
+            written_for=("a9bf5b8a14d0",),
+        ),
+        Patch(
+            is_joint,
+            attention,
+            "QK-norm of both streams, written side by side",
+            covers=NORMS,
+            sources=("Attention.forward", f"{PROCESSOR}.__call__"),
+            written_for=("bdde2630dad5",),
+        ),
+    ),
+    chains={
+        "diffusers.models.transformers.transformer_sd3.SD3Transformer2DModel": (
+            lambda model: model.transformer_blocks
+        ),
+    },
+)

@@ -1,0 +1,196 @@
+"""Wan 2.1 and 2.2.
+
+A block computes in float32 between its steps and rounds after each: norm with modulation, gate with
+addition. Its attention normalises query and key over all heads, then turns each head. Each of these
+becomes one kernel, and the last addition of a block is done together with the first norm of the
+next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import handoff
+from ..fusions import Fusions
+from ..recipe import Forward, Patch, Recipe
+
+MODULE = "diffusers.models.transformers.transformer_wan"
+TEXT_TOKENS = 512  # the last so many tokens of the context are text, those before it an image
+Rotary = tuple[Tensor, Tensor]
+
+
+def block(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+    ) -> Tensor:
+        if hidden_states.dtype == torch.float64:  # some steps are then wider than float32
+            return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+        ahead = handoff.take(self, hidden_states, temb)
+        if ahead is None:
+            parts = modulation(self, temb)
+            rows = fuse.norm_modulate(self.norm1, hidden_states, parts[1], parts[0], wide=True)
+        else:
+            parts, rows = ahead
+        _, _, gate, shift_ff, scale_ff, gate_ff = parts
+
+        turned = self.attn1(rows, None, None, rotary_emb)
+        rows, hidden_states = fuse.residual_norm(hidden_states, turned, self.norm2, gate, wide=True)
+        crossed = self.attn2(rows, encoder_hidden_states, None, None)
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, crossed, self.norm3, scale=scale_ff, shift=shift_ff, wide=True
+        )
+        branch = self.ffn(rows)
+
+        # one modulation a token takes 12 times the memory of the rows: not those of two blocks
+        after = handoff.following(self) if temb.ndim == 3 else None
+        if after is None:
+            return fuse.residual(hidden_states, branch, gate_ff, wide=True)
+        parts = modulation(after, temb)
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, branch, after.norm1, gate_ff, parts[1], parts[0], wide=True
+        )
+        handoff.offer(after, (hidden_states, temb), (parts, rows))
+        return hidden_states
+
+    return forward
+
+
+def modulation(block: Any, temb: Tensor) -> tuple[Tensor, ...]:
+    """shift, scale and gate of both branches in float32: [batch, 1 or tokens, width] each."""
+    table = block.scale_shift_table
+    if table.dtype != torch.float32:  # otherwise the sum is float32 by itself
+        temb = temb.float()
+    if temb.ndim == 3:
+        temb = temb.unsqueeze(1)
+    return (table.unsqueeze(0) + temb).unbind(2)
+
+
+def attention(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if kwargs or attention_mask is not None or not is_plain(self, encoder_hidden_states):
+            return type(self).forward(
+                self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
+            )
+        return attend(fuse, self, hidden_states, encoder_hidden_states, rotary_emb)
+
+    return forward
+
+
+def is_plain(attn: Any, context: Tensor | None) -> bool:
+    """The processor the recipe was written after, with projections of their own; and it does not
+    share out a context over several GPUs."""
+    return (
+        type(attn.processor).__name__ == "WanAttnProcessor"
+        and not attn.fused_projections
+        and (context is None or attn.processor._parallel_config is None)
+    )
+
+
+def attend(
+    fuse: Fusions,
+    attn: Any,
+    hidden_states: Tensor,
+    context: Tensor | None,
+    rotary: Rotary | None,
+) -> Tensor:
+    """What Wan's attention processor does: attention to the tokens themselves or to a text, and in
+    the models that start from an image, to that beside it."""
+    picture = None
+    if attn.add_k_proj is not None and context is not None:
+        length = context.shape[1] - TEXT_TOKENS
+        picture, context = context[:, :length], context[:, length:]
+    if context is None:
+        context = hidden_states
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(2, (attn.heads, -1))
+
+    value = heads(attn.to_v(context))
+    query, key = normed_and_turned(fuse, attn, hidden_states, context, rotary)
+    rows = fuse.attention(query, key, value, None, attn.processor).flatten(2, 3).type_as(query)
+    if picture is not None:
+        key = heads(attn.norm_added_k(attn.add_k_proj(picture)))
+        value = heads(attn.add_v_proj(picture))
+        seen = fuse.attention(query, key, value, None, attn.processor)
+        rows = rows + seen.flatten(2, 3).type_as(query)
+    for layer in attn.to_out:
+        rows = layer(rows)
+    return rows
+
+
+def normed_and_turned(
+    fuse: Fusions, attn: Any, hidden_states: Tensor, context: Tensor, rotary: Rotary | None
+) -> tuple[Tensor, Tensor]:
+    """Query and key [batch, tokens, heads, dim]."""
+
+    def turn(x: Tensor) -> Tensor:
+        return x if rotary is None else rotate(x, rotary)
+
+    query, key = attn.to_q(hidden_states), attn.to_k(context)
+    if rotary is None or torch.promote_types(query.dtype, rotary[0].dtype) == torch.float32:
+        return fuse.qk_norm_rope(
+            query,
+            key,
+            attn.norm_q,
+            attn.norm_k,
+            rotary,
+            lambda x: turn(x.unflatten(2, (attn.heads, -1))),
+            across_heads=True,
+            heads=attn.heads,
+        )
+    # tables that were cast along with the model: eager does not rotate in float32
+    query, key = (
+        norm(x).unflatten(2, (attn.heads, -1))
+        for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
+    )
+    return fuse.rope(query, key, rotary, turn, layout="interleaved", chain="wan")
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Neighbours (a, b) of each head turned, in the wider dtype of rows and tables."""
+    cos, sin = rotary[0][..., 0::2], rotary[1][..., 1::2]
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x)
+
+
+RECIPE = Recipe(
+    family="Wan",
+    patches=(
+        Patch(
+            f"{MODULE}.WanTransformerBlock",
+            block,
+            "norm + modulate, gate + residual + norm + modulate, also across blocks",
+            covers=("norm1", "norm2", "norm3"),
+            sources=("WanTransformerBlock.forward",),
+            written_for=("77d7776442da",),
+        ),
+        Patch(
+            f"{MODULE}.WanAttention",
+            attention,
+            "QK-norm + RoPE in one launch",
+            covers=("norm_q", "norm_k"),
+            sources=(
+                "WanAttention.forward",
+                "WanAttnProcessor.__call__",
+                "_get_qkv_projections",
+                "_get_added_kv_projections",
+            ),
+            written_for=("24f7854be1fc",),
+        ),
+    ),
+    chains={f"{MODULE}.WanTransformer3DModel": lambda model: model.blocks},
+)

@@ -1,0 +1,83 @@
+"""How a report looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .report import Report
+
+
+def render(report: Report) -> Iterator[Any]:
+    from rich.table import Table
+
+    if not report.lines:
+        yield f"{report.target}: nothing in it that the kernels could replace."
+        return
+    table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
+    several = len({line.component for line in report.lines}) > 1
+    for name in (*(["component"] if several else []), "module", "count", "what happens to it"):
+        table.add_column(name, justify="right" if name == "count" else "left")
+    rows: Counter[tuple[str, str, str | None, str | None]] = Counter()
+    for line, count in report.lines.items():
+        rows[line.component, line.kind, line.replaced_by, line.left_alone] += count
+    for (component, kind, does, why), count in sorted(
+        rows.items(), key=lambda item: item[0][2] is None
+    ):
+        cells = [_short(kind), str(count), fate(does, why)]
+        table.add_row(*([component] if several else []), *cells, style=None if does else "dim")
+    yield table
+    yield report.summary
+    for finding in report.problems:
+        yield f"! {finding.module} at {finding.inputs}: {finding.problem}; that stays eager"
+    for graphs in report.graphs:
+        yield graphs.describe()
+
+
+def architecture(report: Report) -> Any:
+    """Every place of a model that could be fused, one row each."""
+    from rich.table import Table
+
+    table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
+    for name in ("module", "class", "count", "weight", "what inject does with it"):
+        table.add_column(name, justify="right" if name == "count" else "left")
+    for line, count in report.lines.items():
+        where = ".".join(p for p in (line.component, line.where) if p) or "the model"
+        weight = {True: "yes", False: "no", None: ""}[line.weight]
+        table.add_row(
+            where,
+            _short(line.kind),
+            str(count),
+            weight,
+            fate(line.replaced_by, line.left_alone),
+            style=None if line.replaced_by else "dim",
+        )
+    return table
+
+
+def fate(replaced_by: str | None, left_alone: str | None) -> str:
+    return replaced_by or f"left alone: {left_alone}"
+
+
+def _short(kind: str) -> str:
+    """torch.nn.modules.normalization.RMSNorm -> torch RMSNorm"""
+    return f"{kind.partition('.')[0]} {kind.rpartition('.')[2]}"
+
+
+def summary(report: Report) -> str:
+    verb = "would be replaced" if report.planned else "replaced"
+    text = f"{report.replaced} modules {verb}"
+    findings = report.findings
+    if not findings:
+        return text + "; " + ("nothing was changed." if report.planned else "not run yet.")
+    compared = [f for f in findings if f.equal is not None]
+    if compared:
+        same = sum(bool(f.equal) for f in compared)
+        text += f"; {same} of {len(compared)} comparisons with eager gave the same bits"
+    errors = [f for f in findings if f.error is not None and f.eager_error]
+    if errors:
+        worst = max(f.error / f.eager_error for f in errors)  # type: ignore[operator]
+        text += f"; error at most {worst:.2f} of eager's in {len(errors)} comparisons"
+    return text + "."

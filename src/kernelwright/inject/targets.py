@@ -1,0 +1,47 @@
+"""What can be injected: a pipeline, a model, or any module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# components of a pipeline that run once a step; the others run once a picture
+DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder", "controlnet")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model, and the name it has in its pipeline ("" if it stands alone)."""
+
+    name: str
+    model: nn.Module
+
+    @property
+    def denoises(self) -> bool:
+        return not self.name or self.name in DENOISERS
+
+    def path(self, module: str) -> str:
+        return ".".join(p for p in (self.name, module) if p) or type(self.model).__name__
+
+
+def parts_of(target: Any) -> list[Part]:
+    """The models of a target; what torch.compile wrapped is looked into."""
+    if isinstance(target, nn.Module):
+        return [Part("", _unwrapped(target))]
+    components = getattr(target, "components", None)
+    if isinstance(components, dict):
+        models = {n: c for n, c in components.items() if isinstance(c, nn.Module)}
+        if models:
+            return [Part(name, _unwrapped(model)) for name, model in models.items()]
+        raise ValueError(f"{type(target).__name__} has no model among its components")
+    raise TypeError(
+        f"target is a {type(target).__name__}; expected a diffusers pipeline, a model of diffusers "
+        f"or transformers, or another torch.nn.Module"
+    )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner

@@ -1,0 +1,17 @@
+"""Models to try kernels on: presets built from their configs alone, and models from elsewhere.
+
+A preset has the structure of a published model, full size or tiny, and random weights. Nothing is
+downloaded:
+
+    model = build("ltx-video", tiny=True)
+    output = model(**inputs("ltx-video", tiny=True))[0]
+"""
+
+from __future__ import annotations
+
+from .catalog import build, inputs, presets, table
+from .loading import load
+from .pipeline import ltx_pipeline
+from .preset import Preset
+
+__all__ = ["Preset", "build", "inputs", "load", "ltx_pipeline", "presets", "table"]

@@ -1,0 +1,90 @@
+"""Presets by name."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import image, language, unet, video
+from .preset import Preset
+
+
+def presets() -> dict[str, Preset]:
+    """Every preset, by name."""
+    return dict(_by_name())
+
+
+def build(
+    name: str,
+    *,
+    tiny: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> nn.Module:
+    """A preset's model with random weights, in eval mode and with the dtypes of `from_pretrained`.
+
+    Weights are drawn on `device`; "meta" gives the structure of the largest without memory. The
+    random state of torch stays as it was.
+
+    >>> build("flux-dev", device="meta").config.num_layers
+    19
+    """
+    return preset(name).build(tiny=tiny, dtype=dtype, device=device, seed=seed)
+
+
+def inputs(
+    name: str,
+    *,
+    tiny: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    **sizes: int,
+) -> dict[str, Any]:
+    """Arguments of one forward of a preset, `model(**inputs)`, as its own pipeline passes them.
+
+    `sizes` change the preset's defaults: batch, height and width in pixels, frames, text, tokens.
+
+    >>> inputs("ltx-video", frames=9, height=64, width=64)["hidden_states"].shape
+    torch.Size([2, 8, 128])
+    """
+    return preset(name).inputs(tiny=tiny, dtype=dtype, device=device, seed=seed, **sizes)
+
+
+def preset(name: str) -> Preset:
+    """One preset; a ValueError that suggests the nearest names if there is none."""
+    if name not in _by_name():
+        raise ValueError(f"no preset {name!r}; {suggestion(name)}")
+    return _by_name()[name]
+
+
+def suggestion(name: str) -> str:
+    """The presets whose names are near `name`, or all of them."""
+    near = difflib.get_close_matches(name, _by_name(), cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"there are {', '.join(_by_name())}"
+
+
+@cache
+def _by_name() -> dict[str, Preset]:
+    families = (video, image, unet, language)
+    return {preset.name: preset for family in families for preset in family.PRESETS}
+
+
+def table() -> Any:
+    """The presets for a terminal."""
+    from rich.table import Table
+
+    shown = Table()
+    for name in ("preset", "model", "library", "sizes of its inputs"):
+        shown.add_column(name)
+    for found in presets().values():
+        sizes = " ".join(f"{name}={value}" for name, value in found.sizes.items())
+        shown.add_row(found.name, found.title, found.library, sizes)
+    return shown

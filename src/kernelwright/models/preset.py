@@ -1,0 +1,115 @@
+"""What a preset is: a published model by name, built from its config alone, and inputs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .weights import random_model
+
+Sizes = Mapping[str, int]
+
+# inputs must not repeat the numbers that the weights of the same seed were drawn from
+INPUTS = 1 << 20
+
+
+class Draw:
+    """Random tensors of one dtype on one device.
+
+    They are drawn on the CPU, so a seed gives the same inputs on every device.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device, seed: int) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed + INPUTS)
+
+    def normal(self, *shape: int) -> Tensor:
+        noise = torch.randn(shape, generator=self._generator, dtype=torch.float32)
+        return noise.to(self.device, self.dtype)
+
+    def integers(self, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=self._generator).to(self.device)
+
+    def timestep(self, value: float, batch: int) -> Tensor:
+        """A step of a scheduler as pipelines pass it on: one number, expanded. [batch]"""
+        kind = torch.float32 if isinstance(value, float) else torch.int64
+        return torch.tensor(value, device=self.device, dtype=kind).expand(batch)
+
+    def mask(self, batch: int, tokens: int) -> Tensor:
+        """True for a word, False for padding [batch, tokens].
+
+        Every other prompt, the first included, is short, as the empty prompt of guidance is.
+        """
+        short = torch.arange(batch) % 2 == 0
+        words = torch.where(short, max(tokens // 4, 1), tokens)
+        return (torch.arange(tokens) < words[:, None]).to(self.device)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model: its config, a tiny one of the same structure, and inputs for both."""
+
+    name: str
+    title: str
+    library: str
+    class_name: str
+    config: Mapping[str, Any]
+    tiny_config: Mapping[str, Any]  # what the tiny one has otherwise
+    sizes: Sizes
+    tiny_sizes: Sizes
+    make_inputs: Callable[[Draw, Mapping[str, Any], Sizes], dict[str, Any]]
+    pixels: int = 1  # heights and widths are multiples of it
+
+    def build(
+        self,
+        *,
+        tiny: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+    ) -> nn.Module:
+        """The model with random weights, in eval mode and with the dtypes of `from_pretrained`.
+
+        On the "meta" device it has its structure and takes no memory.
+        """
+        return random_model(
+            self.library,
+            self.class_name,
+            self._config(tiny),
+            dtype=dtype,
+            device=device,
+            seed=seed,
+        )
+
+    def inputs(
+        self,
+        *,
+        tiny: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+        **sizes: int,
+    ) -> dict[str, Any]:
+        """Arguments of one forward, `model(**inputs)`, as the model's own pipeline passes them.
+
+        `sizes` are any of the preset's `sizes`, such as batch, height and width in pixels, frames,
+        text (its tokens), tokens; the others keep their defaults.
+        """
+        defaults = self.tiny_sizes if tiny else self.sizes
+        for name, value in sizes.items():
+            if name not in defaults:
+                raise ValueError(f"{self.name}: no size {name!r}, expected any of {list(defaults)}")
+            multiple = self.pixels if name in ("height", "width", "side") else 1
+            if value < 1 or value % multiple:
+                wanted = f"a multiple of {multiple}" if multiple > 1 else "1 or more"
+                raise ValueError(f"{self.name}: {name} is {value}, expected {wanted}")
+        draw = Draw(dtype, device, seed)
+        return self.make_inputs(draw, self._config(tiny), {**defaults, **sizes})
+
+    def _config(self, tiny: bool) -> dict[str, Any]:
+        return {**self.config, **self.tiny_config} if tiny else dict(self.config)

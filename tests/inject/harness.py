@@ -1,0 +1,97 @@
+"""What every injected model promises, as functions of a model and its inputs."""
+
+import copy
+import math
+
+import torch
+from torch.utils import _pytree as pytree
+
+import kernelwright as kw
+from kernelwright.inject import contract
+
+
+@torch.no_grad()
+def run(model, inputs):
+    return model(**inputs)
+
+
+def tensors(result):
+    return [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+
+
+def same(a, b):
+    a, b = tensors(a), tensors(b)
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True)
+    )
+
+
+def left_behind(model):
+    """Attributes that injection could have left on modules."""
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def check_exact(model, inputs, **how):
+    """The bits of eager at first sight and after it; returns the report, the model restored."""
+    expected = run(model, inputs)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    with kw.injected(model, **how) as report:
+        assert same(run(model, inputs), expected)
+        assert same(run(model, inputs), expected)
+        assert not report.problems, report.problems
+        assert report.findings
+        assert all(f.equal is not False for f in report.findings)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state.pop(name)), name
+        assert not state
+    check_restored(model, inputs, expected)
+    return report
+
+
+def check_fused(model, inputs, **how):
+    """An error against a float32 run not above eager's; returns the report, the model restored.
+    One draw of a tiny model tells little: the errors of several are put together."""
+    expected = run(model, inputs)
+    wide_model = torch.nn.Module.float(copy.deepcopy(model))
+    with kw.injected(model, numerics="fused", verify=True, **how) as report:
+        result = run(model, inputs)
+        assert not report.problems, report.problems
+        assert same(run(model, inputs), result)
+    errors, allowed = [], []
+    for given in draws(inputs):
+        truth = run(wide_model, widened(given))
+        allowed.append(contract.error(run(model, given), truth))
+        with kw.injected(model, numerics="fused", **how):
+            errors.append(contract.error(run(model, given), truth))
+    error, eager_error = (math.hypot(*e) for e in (errors, allowed))
+    assert error <= contract.MARGIN * eager_error, (errors, allowed)
+    check_restored(model, inputs, expected)
+    return report
+
+
+def draws(inputs, count=8):
+    """The same inputs with other latents, or with the tokens in another order."""
+    main = next(k for k in ("hidden_states", "sample", "input_ids", "x") if k in inputs)
+    for seed in range(count):
+        value, generator = inputs[main], torch.Generator().manual_seed(seed)
+        if value.is_floating_point():
+            other = torch.randn(value.shape, generator=generator).to(value)
+        else:
+            other = value[:, torch.randperm(value.shape[1], generator=generator)]
+        yield {**inputs, main: other}
+
+
+def widened(inputs):
+    return pytree.tree_map(
+        lambda t: t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, inputs
+    )
+
+
+def check_restored(model, inputs, expected):
+    assert left_behind(model) == []
+    assert same(run(model, inputs), expected)
+
+
+def fused_sites(report):
+    """{"QK-norm + RoPE": 56, ...}: places that became one kernel."""
+    return {name: fates["fused"] for name, fates in report.sites.items() if "fused" in fates}

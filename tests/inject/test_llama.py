@@ -1,0 +1,187 @@
+"""Llama and its kin: known by their code, every fused place takes part, the bits are eager's."""
+
+import pytest
+import torch
+
+import kernelwright as kw
+from inject.harness import check_exact, check_fused, fused_sites, run, same
+from inject.language import LAYERS, model_of, words
+from kernelwright import models
+from kernelwright.inject.code import fingerprint
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK = {
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+WINDOW = {"use_sliding_window": True, "max_window_layers": 1}
+# each layer adds twice, and a norm follows every addition; only the first norm follows none
+WHOLE = {"norm": 1, "residual + norm": 2 * LAYERS, "RoPE": LAYERS, "SwiGLU": LAYERS}
+ROWS = {"norm": 1, "residual + norm": 2 * LAYERS}
+
+
+def expected_of(family):
+    if family != "Qwen3":
+        return WHOLE
+    return {**ROWS, "QK-norm + RoPE": LAYERS, "SwiGLU": LAYERS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])
+def test_exact_gives_the_bits_of_eager(family, dtype):
+    report = check_exact(model_of(family, dtype), words())
+    assert fused_sites(report) == expected_of(family)
+    for kind in ("DecoderLayer", "Attention", "MLP"):
+        assert report.count(f"{family}{kind}") == LAYERS
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_fused_errs_no_more_than_eager(family):
+    report = check_fused(model_of(family, torch.bfloat16), words())
+    assert fused_sites(report) == expected_of(family)
+
+
+PRESETS = {"llama-3-8b": ("Llama", 65), "mistral-7b": ("Mistral", 65), "qwen3-8b": ("Qwen3", 145)}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_takes_part_with_every_layer(name):
+    family, norms = PRESETS[name]
+    model = models.build(name, device="meta")
+    report = kw.inspect(model)
+    for kind in ("DecoderLayer", "Attention", "MLP"):
+        assert report.count(f"{family}{kind}") == model.config.num_hidden_layers
+    assert report.count(f"{family}RMSNorm") == norms
+
+
+KIN = [
+    ("Qwen2", {"sliding_window": 4, **WINDOW}, WHOLE),
+    ("Mistral", {"sliding_window": 4}, WHOLE),
+    ("Ministral", {}, WHOLE),
+    ("Arcee", {}, {k: n for k, n in WHOLE.items() if k != "SwiGLU"}),
+    ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}, WHOLE),
+    ("Qwen3Moe", EXPERTS, {**ROWS, "QK-norm + RoPE": LAYERS}),
+    ("Glm", {}, ROWS),
+    ("Starcoder2", {}, ROWS),
+    ("SmolLM3", {}, {**ROWS, "SwiGLU": LAYERS}),
+    ("Ernie4_5", {}, {**ROWS, "SwiGLU": LAYERS}),
+    # two norms of MLA in each layer, a dense layer and the shared experts of the other
+    ("DeepseekV3", DEEPSEEK, {"norm": 5, "residual + norm": 4, "SwiGLU": 2}),
+    # their layers add otherwise, their norms and attention are alike
+    ("Granite", {}, {"norm": 5, "RoPE": LAYERS, "SwiGLU": LAYERS}),
+    ("Mixtral", {"num_local_experts": 4}, {"norm": 5, "RoPE": LAYERS}),
+    ("Phi3", {}, {"norm": 5}),
+    # their norms are not those the kernels know
+    ("Gemma", {}, {"RoPE": LAYERS}),
+    ("Olmo", {}, {"SwiGLU": LAYERS}),
+    ("Cohere", {}, {"SwiGLU": LAYERS}),
+]
+
+
+@pytest.mark.parametrize(("family", "config", "sites"), KIN, ids=[k[0] for k in KIN])
+def test_kin_are_known_by_their_code(family, config, sites):
+    report = check_exact(model_of(family, torch.bfloat16, **config), words())
+    assert fused_sites(report) == sites
+
+
+def reasons(report):
+    return {
+        line.kind.rpartition(".")[2]: line.left_alone for line in report.lines if line.left_alone
+    }
+
+
+def test_the_report_says_what_gemma_does_otherwise():
+    said = reasons(kw.inspect(model_of("Gemma")))
+    assert said["GemmaRMSNorm"] == "it multiplies by 1 + weight, not by weight"
+    assert said["GemmaDecoderLayer"].endswith("it multiplies by 1 + weight, not by weight")
+    assert said["GemmaMLP"] == "its activation is GELUTanh, not SiLU"
+
+
+def test_code_that_was_changed_is_left_alone():
+    from transformers.models.llama import modeling_llama as llama
+
+    class Louder(llama.LlamaDecoderLayer):
+        def forward(self, hidden_states, **kwargs):
+            return 2 * super().forward(hidden_states, **kwargs)
+
+    model = model_of("Llama")
+    model.model.layers[0].__class__ = Louder
+    report = check_exact(model, words())
+    assert reasons(report)["Louder"] == "its forward is not one the recipe was written after"
+    assert report.count("LlamaDecoderLayer") == LAYERS - 1
+
+
+def turned_the_other_way(x):
+    return -x
+
+
+def test_a_fingerprint_reaches_into_what_is_called():
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+    from transformers.models.mistral.modeling_mistral import MistralMLP
+
+    assert fingerprint(LlamaMLP.forward) == fingerprint(MistralMLP.forward)
+    forward = LlamaAttention.forward
+    world = {**forward.__globals__}
+    twin = type(forward)(forward.__code__, world)
+    assert fingerprint(twin) == fingerprint(forward)
+    world["apply_rotary_pos_emb"] = turned_the_other_way
+    changed = type(forward)(forward.__code__, world)
+    assert fingerprint(changed) not in ("", fingerprint(forward))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_an_attention_function_is_given_what_the_model_gives_it(family, monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    given, sdpa = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(*args, **how):
+        given.append((args, how))
+        return sdpa(*args, **how)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    model = model_of(family, sliding_window=4, **WINDOW if family.startswith("Qwen") else {})
+    inputs = words(some_argument=torch.ones(1))
+    run(model, inputs)
+    with kw.injected(model) as report:
+        run(model, inputs)
+        run(model, inputs)
+    assert not report.problems
+    for theirs, ours in zip(given[:LAYERS], given[-LAYERS:], strict=True):
+        assert same(theirs, ours)
+        assert theirs[1].keys() == ours[1].keys() >= {"scaling", "dropout", "some_argument"}
+        assert plain(theirs) == plain(ours)
+    windows = [how.get("sliding_window") for _, how in given[:LAYERS]]
+    assert any(windows) == (family != "Llama")
+
+
+def plain(call):
+    """The arguments of a call that are not tensors."""
+    args, how = call
+    named = {**how, **{str(i): a for i, a in enumerate(args)}}
+    return {name: a for name, a in named.items() if not isinstance(a, torch.Tensor)}
+
+
+def test_a_padding_mask_counts():
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    model = model_of("Llama")
+    check_exact(model, words(attention_mask=mask))
+    with kw.injected(model):
+        assert not same(run(model, words(attention_mask=mask)), run(model, words()))
+
+
+def test_one_sequence_and_one_position_for_all():
+    check_exact(model_of("Qwen3", torch.bfloat16), words(batch=1))
+    positions = torch.arange(7).flip(0)[None]
+    check_exact(model_of("Qwen3", torch.bfloat16), words(position_ids=positions))

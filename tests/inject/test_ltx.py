@@ -1,0 +1,102 @@
+"""LTX-Video: every fused place takes part, and the bits are eager's."""
+
+import pytest
+import torch
+
+import kernelwright as kw
+from inject.harness import check_exact, check_fused, fused_sites, run, same
+from kernelwright import models
+
+
+def ltx(dtype=torch.float32, **size):
+    build = {"tiny": True, "dtype": dtype}
+    return models.build("ltx-video", **build), models.inputs("ltx-video", **build, **size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_exact_gives_the_bits_of_eager(dtype):
+    model, inputs = ltx(dtype)
+    blocks = len(model.transformer_blocks)
+    report = check_exact(model, inputs)
+    assert fused_sites(report) == {
+        "norm + modulate": 1,
+        "QK-norm + RoPE": blocks,
+        "QK-norm": blocks,
+        "gate + residual": blocks + 1,
+        "residual + norm + modulate": blocks,
+        "gate + residual + norm + modulate": blocks - 1,
+        "norm": 1,
+    }
+
+
+def test_fused_errs_no_more_than_eager():
+    model, inputs = ltx(torch.bfloat16)
+    sites = fused_sites(check_fused(model, inputs))
+    assert sites["linear + GELU"] == len(model.transformer_blocks)
+
+
+def test_a_timestep_for_every_token():
+    """Image-to-video gives each token its own modulation: temb is [B, S, ...]."""
+    model, inputs = ltx(torch.bfloat16)
+    batch, tokens = inputs["hidden_states"].shape[:2]
+    inputs["timestep"] = torch.rand(batch, tokens) * 1000
+    sites = fused_sites(check_exact(model, inputs))
+    assert sites["gate + residual + norm + modulate"] == len(model.transformer_blocks) - 1
+
+
+def test_one_prompt_without_guidance():
+    check_exact(*ltx(torch.bfloat16, batch=1))
+
+
+def test_the_padding_mask_counts():
+    model, inputs = ltx()
+    with kw.injected(model):
+        masked = run(model, inputs)
+        inputs["encoder_attention_mask"] = torch.ones_like(inputs["encoder_attention_mask"])
+        assert not same(masked, run(model, inputs))
+
+
+def test_another_resolution_is_checked_anew():
+    model, inputs = ltx()
+    with kw.injected(model) as report:
+        run(model, inputs)
+        seen = len(report.findings)
+        other = models.inputs("ltx-video", tiny=True, dtype=torch.float32, height=96, width=128)
+        result = run(model, other)
+        assert len(report.findings) == 2 * seen
+    assert same(result, run(model, other))
+
+
+def test_a_processor_of_ones_own_is_called():
+    model, inputs = ltx()
+    original = type(model.transformer_blocks[0].attn1.processor)
+
+    class Louder(original):
+        def __call__(self, *args, **kwargs):
+            return 2 * super().__call__(*args, **kwargs)
+
+    model.transformer_blocks[0].attn1.set_processor(Louder())
+    check_exact(model, inputs)
+
+
+def test_full_size_counts_what_the_seed_counted():
+    import ltx_kernels
+
+    pipe = type("Pipe", (), {})()
+    pipe.components = {"transformer": models.build("ltx-video", device="meta")}
+    assert ltx_kernels.inject_optimized_kernels(pipe) == {
+        "attention_processors": 56,
+        "rmsnorm_modules": 168,
+    }
+    assert ltx_kernels.patch_rmsnorm_modules(pipe.components["transformer"]) == 168
+
+
+def test_the_processor_of_the_seed_gives_the_same_bits():
+    from ltx_kernels import OptimizedLTXVideoAttnProcessor
+
+    model, inputs = ltx(torch.bfloat16)
+    expected = run(model, inputs)
+    for block in model.transformer_blocks:
+        for attn in (block.attn1, block.attn2):
+            attn.set_processor(OptimizedLTXVideoAttnProcessor())
+    assert same(run(model, inputs), expected)

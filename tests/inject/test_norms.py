@@ -1,0 +1,128 @@
+"""Which modules are norms the kernels know: found by trying them, whatever they are called."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+import kernelwright as kw
+from inject.harness import check_exact, fused_sites, same
+from kernelwright.inject.norms import Norm, describe
+
+WIDTH = 64
+MORE = "its forward takes more than the rows"
+OTHER = "its output is not that of a plain RMSNorm or LayerNorm"
+PLUS_ONE = "it multiplies by 1 + weight, not by weight"
+
+
+def norm_of(family, name, *size, **config):
+    """A norm of a family of transformers, its weights random."""
+    module = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    made = module(*size, **config)
+    for parameter in made.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    return made
+
+
+KNOWN = [
+    ("llama", "LlamaRMSNorm", WIDTH),
+    ("t5", "T5LayerNorm", WIDTH),
+    ("phi3", "Phi3RMSNorm", WIDTH),
+    ("llama4", "Llama4TextRMSNorm", WIDTH),
+    ("llama4", "Llama4TextL2Norm"),
+    ("nanochat", "NanoChatRMSNorm"),
+]
+UNKNOWN = [
+    (("gemma", "GemmaRMSNorm", WIDTH), PLUS_ONE),
+    (("gemma3", "Gemma3RMSNorm", WIDTH), PLUS_ONE),
+    (("qwen3_next", "Qwen3NextRMSNorm", WIDTH), PLUS_ONE),
+    (("qwen3_next", "Qwen3NextRMSNormGated", WIDTH), MORE),
+    (("bamba", "BambaRMSNormGated", WIDTH), MORE),
+    (("mamba2", "MambaRMSNormGated", WIDTH), MORE),
+    (("nemotron", "NemotronLayerNorm1P", WIDTH), OTHER),
+    (("cohere", "CohereLayerNorm", WIDTH), OTHER),
+    (("olmo2", "Olmo2RMSNorm", WIDTH), OTHER),
+    (("gpt_oss", "GptOssRMSNorm", WIDTH), OTHER),
+    (("cohere", "CohereLayerNorm", (4, 16)), "a norm over more than the last dimension"),
+    (("olmo", "OlmoLayerNorm", WIDTH), "it has no eps that could be read"),
+]
+
+
+def named(cases):
+    return [str(c[1]) for c in cases]
+
+
+class Around(nn.Module):
+    """A model that is nothing but a norm."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, **rows):
+        return self.norm(*rows.values())
+
+
+def rows(dtype=torch.float32, width=WIDTH):
+    return torch.randn(3, 5, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("which", KNOWN, ids=named(KNOWN))
+def test_a_norm_of_transformers_is_known_by_what_it_does(which, dtype):
+    norm = norm_of(*which).to(dtype)
+    assert describe(norm) == Norm("rms", "transformers", describe(norm).eps)
+    report = check_exact(Around(norm), {"x": rows(dtype)})
+    assert fused_sites(report) == {"norm": 1}
+
+
+@pytest.mark.parametrize(("which", "why"), UNKNOWN, ids=named([u[0] for u in UNKNOWN]))
+def test_what_only_looks_like_one_is_left_alone_with_the_reason(which, why):
+    model = Around(norm_of(*which))
+    shape = (4, 16) if which[2] == (4, 16) else (WIDTH,)
+    given = [torch.randn(3, *shape)] * (2 if why == MORE else 1)
+    expected = model.norm(*given)
+    report = kw.inject(model)
+    assert report.replaced == 0
+    assert [line.left_alone for line in report.lines] == [why]
+    assert torch.equal(model.norm(*given), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_layer_norm_of_torch_with_and_without_its_parts(affine, bias, dtype):
+    norm = nn.LayerNorm(WIDTH, elementwise_affine=affine, bias=bias).to(dtype)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    report = check_exact(Around(norm), {"x": rows(dtype)})
+    assert fused_sites(report) == {"norm": 1}
+
+
+def test_weights_in_float32_in_a_model_of_bfloat16():
+    """Eager then ends in float32; a kernel would not."""
+    report = check_exact(
+        Around(norm_of("llama", "LlamaRMSNorm", WIDTH)), {"x": rows(torch.bfloat16)}
+    )
+    assert report.sites == {"norm": {"eager changes the dtype here": 1}}
+
+
+def test_rows_given_by_name():
+    norm = norm_of("llama", "LlamaRMSNorm", WIDTH)
+    expected = norm(rows())
+    with kw.injected(Around(norm)):
+        assert same(norm(hidden_states=rows()), expected)
+
+
+def test_another_weight_and_another_eps_are_seen():
+    norm = norm_of("t5", "T5LayerNorm", WIDTH)
+    model = Around(norm)
+    kw.inject(model)
+    before = norm(rows())
+    norm.weight.data.mul_(2)
+    assert torch.equal(norm(rows()), 2 * before)
+    norm.variance_epsilon = 1.0
+    expected = type(norm).forward(norm, rows())
+    assert torch.equal(norm(rows()), expected)
+    assert not torch.equal(expected, 2 * before)

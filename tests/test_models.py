@@ -1,0 +1,433 @@
+"""Presets are the published models in all but their weights, and their weights hide nothing."""
+
+import dataclasses
+import doctest
+import functools
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from kernelwright import models
+from kernelwright.models import catalog, loading, pipeline
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+NAMES = list(models.presets())
+DTYPES = [torch.float32, torch.bfloat16]
+FRAMES = {"num_frames": 9, "height": 32, "width": 64}
+
+# as published with these checkpoints
+PARAMETERS = {
+    "ltx-video": 1_923_385_472,  # Lightricks/LTX-Video
+    "wan-1.3b": 1_418_996_800,  # Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+    "flux-dev": 11_901_408_320,  # black-forest-labs/FLUX.1-dev
+    "sd3.5-medium": 2_243_171_520,  # stabilityai/stable-diffusion-3.5-medium, less pos_embed
+    "pixart": 610_856_096,  # PixArt-alpha/PixArt-Sigma-XL-2-1024-MS
+    "sdxl-unet": 2_567_463_684,  # stabilityai/stable-diffusion-xl-base-1.0
+    "llama-3-8b": 8_030_261_248,  # meta-llama/Meta-Llama-3-8B
+    "mistral-7b": 7_241_732_096,  # mistralai/Mistral-7B-v0.1
+    "qwen3-8b": 8_190_735_360,  # Qwen/Qwen3-8B
+    "falcon-7b": 7_217_189_760 - 65024 * 4544,  # tiiuae/falcon-7b, whose file repeats a tied head
+}
+DEPTHS = (
+    "num_layers",
+    "num_single_layers",
+    "num_hidden_layers",
+    "dual_attention_layers",
+    "layers_per_block",
+    "transformer_layers_per_block",
+)
+
+
+def depths(config):
+    return {key: value for key, value in config.items() if key in DEPTHS}
+
+
+def output(model, inputs):
+    with torch.no_grad():
+        result = model(**inputs)
+    return result[0] if isinstance(result, tuple) else result.logits
+
+
+@functools.cache
+def full(name):
+    return models.build(name, device="meta")
+
+
+@functools.cache
+def tiny(name, dtype=torch.float32):
+    return models.build(name, tiny=True, dtype=dtype)
+
+
+def count(model, kind):
+    return sum(type(module).__name__ == kind for module in model.modules())
+
+
+@functools.cache
+def pipe():
+    made = models.ltx_pipeline(tiny=True, dtype=torch.float32)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def frames(made, prompt):
+    generator = torch.Generator().manual_seed(0)
+    asked = {"num_inference_steps": 2, "max_sequence_length": 32, "output_type": "pt"}
+    return made(prompt, generator=generator, **asked, **FRAMES).frames
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_full_preset_has_the_published_number_of_parameters(name):
+    assert sum(p.numel() for p in full(name).parameters()) == PARAMETERS[name]
+
+
+def test_dit_has_the_published_number_of_parameters():
+    """675M in the paper, with 256 learned positions less; diffusers keeps an embedder a block."""
+    parameters = full("dit-xl").named_parameters()
+    once = {
+        n: p for n, p in parameters if ".emb." not in n or n.startswith("transformer_blocks.0.")
+    }
+    assert sum(p.numel() for p in once.values()) == pytest.approx(675e6, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, p in models.presets().items() if p.library == "diffusers"]
+)
+def test_full_inputs_fit_the_full_model(name):
+    preset = models.presets()[name]
+    shallow = dataclasses.replace(preset, config={**preset.config, **depths(preset.tiny_config)})
+    model = shallow.build(device="meta")
+    inputs = models.inputs(name, device="meta")
+    result = output(model, inputs)
+    given = inputs.get("hidden_states", inputs.get("sample"))
+    out_channels = model.config.out_channels or model.config.in_channels
+    channels = 2 if given.ndim == 3 else 1
+    expected = list(given.shape)
+    expected[channels] = out_channels
+    assert list(result.shape) == expected
+    assert result.dtype == torch.bfloat16
+
+
+def test_default_sizes_are_those_of_the_pipelines():
+    def shape(name, argument):
+        return list(models.inputs(name, device="meta")[argument].shape)
+
+    assert shape("ltx-video", "hidden_states") == [2, 7 * 16 * 24, 128]
+    assert shape("flux-dev", "hidden_states") == [1, 64 * 64, 64]
+    assert shape("flux-dev", "encoder_hidden_states") == [1, 512, 4096]
+    assert shape("sd3.5-medium", "encoder_hidden_states") == [2, 77 + 256, 4096]
+    assert shape("wan-1.3b", "hidden_states") == [1, 16, 21, 60, 104]
+    assert shape("llama-3-8b", "input_ids") == [1, 4096]
+
+
+def test_the_blocks_of_the_full_models():
+    ltx = full("ltx-video")
+    norms = [m for m in ltx.modules() if type(m).__name__ == "RMSNorm"]
+    assert count(ltx, "LTXVideoTransformerBlock") == 28
+    assert count(ltx, "LTXAttention") == 56
+    assert sum(norm.weight is None for norm in norms) == 56
+    assert sum(norm.weight is not None for norm in norms) == 112
+    assert count(full("flux-dev"), "FluxTransformerBlock") == 19
+    assert count(full("flux-dev"), "FluxSingleTransformerBlock") == 38
+    assert sum(b.attn2 is not None for b in full("sd3.5-medium").transformer_blocks) == 13
+    # two of the block and two of its attention, and the last
+    assert count(full("qwen3-8b"), "Qwen3RMSNorm") == 36 * 4 + 1
+
+
+def test_the_tiny_models_have_every_kind_of_block_twice():
+    assert count(tiny("flux-dev"), "FluxTransformerBlock") == 2
+    assert count(tiny("flux-dev"), "FluxSingleTransformerBlock") == 2
+    assert tiny("flux-dev").time_text_embed.guidance_embedder is not None
+    dual = [b.attn2 is not None for b in tiny("sd3.5-medium").transformer_blocks]
+    assert dual == [True, True, False, False, False]
+    assert {len(t.transformer_blocks) for t in tiny("sdxl-unet").mid_block.attentions} == {2}
+    for name in ("llama-3-8b", "mistral-7b", "qwen3-8b"):
+        config = tiny(name).config
+        assert config.num_attention_heads == 2 * config.num_key_value_heads
+    falcon = tiny("falcon-7b").config
+    assert falcon.multi_query
+    assert falcon.parallel_attn
+    assert not falcon.new_decoder_architecture
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_forward_is_of_sane_scale(name, dtype):
+    result = output(tiny(name, dtype), models.inputs(name, tiny=True, dtype=dtype)).float()
+    assert result.isfinite().all()
+    assert 0.2 < result.std() < 8
+    assert result.abs().max() < 80
+
+
+# Llama and Mistral have the blocks of Qwen3, less its norms of queries and keys
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("llama-3-8b", "mistral-7b")])
+def test_activations_neither_grow_nor_fade_through_the_full_depth(name):
+    preset = models.presets()[name]
+    deep = dataclasses.replace(preset, tiny_config={**preset.tiny_config, **depths(preset.config)})
+    model = deep.build(tiny=True, dtype=torch.float32)
+    residuals = []
+
+    def keep(module, args, result):
+        results = result if isinstance(result, tuple) else (result,)
+        residuals.extend(r for r in results if isinstance(r, torch.Tensor))
+
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 3:
+            for block in module:
+                block.register_forward_hook(keep)
+    output(model, deep.inputs(tiny=True, dtype=torch.float32))
+    assert len(residuals) >= 20
+    for residual in residuals:
+        assert 0.3 < residual.std() < 20
+        assert residual.abs().max() < 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_random_and_reaches_the_output(name):
+    model = models.build(name, tiny=True, dtype=torch.float32)
+    result = model(**models.inputs(name, tiny=True, dtype=torch.float32))
+    result = result[0] if isinstance(result, tuple) else result.logits
+    result.square().sum().backward()
+    for path, parameter in model.named_parameters():
+        assert parameter.std() > 0, path
+        if name == "sd3.5-medium" and re.search(
+            r"blocks\.4\.attn\.(add_q_proj|norm_added_q)", path
+        ):
+            continue  # the last block attends from the text, as published, and drops what it finds
+        assert parameter.grad is not None, path
+        assert parameter.grad.abs().max() > 0, path
+
+
+def test_a_seed_gives_one_model_in_every_dtype():
+    def weights(seed, dtype=torch.float32):
+        return models.build("flux-dev", tiny=True, dtype=dtype, seed=seed).state_dict()
+
+    first, again, other = weights(1), weights(1), weights(2)
+    rounded = weights(1, torch.bfloat16)
+    for path, weight in first.items():
+        assert torch.equal(weight, again[path]), path
+        assert not torch.equal(weight, other[path]), path
+        assert torch.equal(weight.bfloat16(), rounded[path]), path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_seed_gives_one_set_of_inputs(name):
+    def tensors(seed):
+        inputs = models.inputs(name, tiny=True, seed=seed)
+        return [inputs[k] for k in ("hidden_states", "sample", "input_ids") if k in inputs]
+
+    for first, again, other in zip(tensors(1), tensors(1), tensors(2), strict=True):
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+def test_inputs_do_not_repeat_the_numbers_of_the_weights():
+    model = tiny("ltx-video")
+    inputs = models.inputs("ltx-video", tiny=True, dtype=torch.float32)
+    drawn = inputs["hidden_states"].flatten()
+    for path, parameter in model.named_parameters():
+        length = min(drawn.numel(), parameter.numel())
+        both = torch.stack([drawn[:length], parameter.detach().flatten()[:length]])
+        assert length < 64 or torch.corrcoef(both)[0, 1].abs() < 0.5, path
+
+
+@pytest.mark.parametrize("make", [models.build, models.inputs])
+def test_the_state_of_torch_stays_as_it_was(make):
+    before = torch.get_rng_state()
+    for name in ("ltx-video", "llama-3-8b"):
+        make(name, tiny=True)
+        make(name, tiny=True, device="meta")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_model_is_loaded_as_it_was_built(name, tmp_path):
+    """Weights, dtypes and buffers: what `from_pretrained` leaves is what `build` leaves."""
+    built = tiny(name, torch.bfloat16)
+    built.save_pretrained(tmp_path)
+    loaded = models.load(tmp_path)
+    assert type(loaded) is type(built)
+    assert not loaded.training
+    assert not built.training
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(built, kind)()), dict(getattr(loaded, kind)())
+        assert ours.keys() == theirs.keys()
+        for path, tensor in ours.items():
+            assert tensor.dtype == theirs[path].dtype, path
+            assert torch.equal(tensor, theirs[path]), path
+    on_meta = models.load(tmp_path, device="meta")
+    assert {p.device.type for p in on_meta.parameters()} == {"meta"}
+    assert shapes(on_meta) == shapes(built)
+
+
+def shapes(model):
+    return {path: (tensor.shape, tensor.dtype) for path, tensor in model.state_dict().items()}
+
+
+def test_some_modules_of_wan_stay_in_float32():
+    kept = {
+        n for n, p in tiny("wan-1.3b", torch.bfloat16).named_parameters() if p.dtype.itemsize > 2
+    }
+    assert "blocks.0.norm2.weight" in kept
+    assert "blocks.0.scale_shift_table" in kept
+    assert "condition_embedder.time_embedder.linear_1.weight" in kept
+    assert not any("attn" in path or "ffn" in path for path in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_t5_is_cast_as_transformers_casts_it(dtype, tmp_path):
+    """Its `wo` stays in float32, in float16 only."""
+    pipe().text_encoder.save_pretrained(tmp_path)
+    cast = models.ltx_pipeline(tiny=True, dtype=dtype, device="meta").text_encoder
+    assert shapes(cast) == shapes(models.load(tmp_path, dtype=dtype))
+
+
+def test_falcon_has_one_embedding():
+    model = tiny("falcon-7b", torch.bfloat16)
+    assert model.lm_head.weight is model.transformer.word_embeddings.weight
+
+
+@pytest.mark.parametrize("name", ["ltx-video", "pixart"])
+def test_the_padding_mask_is_real(name):
+    inputs = models.inputs(name, tiny=True, dtype=torch.float32)
+    mask = inputs["encoder_attention_mask"]
+    assert mask.bool().all(dim=1).tolist() == [False, True]
+    masked = output(tiny(name), inputs)
+    seen = output(tiny(name), inputs | {"encoder_attention_mask": torch.ones_like(mask)})
+    assert not torch.allclose(masked[0], seen[0], atol=1e-3)
+
+
+def test_timesteps_have_the_dtypes_that_pipelines_pass():
+    wanted = {
+        "ltx-video": torch.float32,
+        "flux-dev": torch.bfloat16,
+        "sd3.5-medium": torch.float32,
+        "wan-1.3b": torch.int64,
+        "pixart": torch.int64,
+        "dit-xl": torch.int64,
+        "sdxl-unet": torch.float32,
+    }
+    for name, dtype in wanted.items():
+        assert models.inputs(name, tiny=True)["timestep"].dtype == dtype, name
+    assert models.inputs("flux-dev", tiny=True)["timestep"].max() <= 1
+
+
+def test_sizes_can_be_chosen():
+    inputs = models.inputs("ltx-video", tiny=True, batch=1, frames=25, height=96, width=64, text=5)
+    assert inputs["hidden_states"].shape == (1, 4 * 3 * 2, 16)
+    assert inputs["encoder_hidden_states"].shape[:2] == (1, 5)
+    assert not inputs["encoder_attention_mask"].all()
+
+
+def test_a_prompt_becomes_frames():
+    cat, dog = frames(pipe(), "a cat"), frames(pipe(), "a dog")
+    assert cat.shape == (1, 9, 3, 32, 64)
+    assert cat.isfinite().all()
+    assert cat.std() > 0.05
+    assert torch.equal(cat, frames(pipe(), "a cat"))
+    assert (cat - dog).abs().mean() > 0.01
+
+
+def test_the_pipeline_runs_in_bfloat16():
+    made = models.ltx_pipeline(tiny=True)
+    made.set_progress_bar_config(disable=True)
+    assert {p.dtype for p in made.transformer.parameters()} == {torch.bfloat16}
+    assert frames(made, "a cat").isfinite().all()
+
+
+def test_the_full_pipeline_has_the_published_parts():
+    made = models.ltx_pipeline(device="meta")
+    # google/t5-v1_1-xxl without its decoder
+    assert sum(p.numel() for p in made.text_encoder.parameters()) == 4_762_310_656
+    assert made.vae_spatial_compression_ratio == 32
+    assert made.vae_temporal_compression_ratio == 8
+    assert made.tokenizer_max_length == 128
+    assert made.text_encoder.config.d_model == made.transformer.config.caption_channels
+    assert made.vae.config.latent_channels == made.transformer.config.in_channels
+
+
+def test_the_tokenizer_pads_as_that_of_t5():
+    tokens = pipeline.byte_tokenizer()(
+        ["ab", "é"], padding="max_length", max_length=5, return_tensors="pt"
+    )
+    assert tokens.attention_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+    assert tokens.input_ids[:, 2:].tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert len(set(tokens.input_ids[:, :2].flatten().tolist())) == 4
+
+
+def test_a_saved_pipeline_is_loaded_as_it_was_built(tmp_path):
+    pipe().save_pretrained(tmp_path)
+    loaded = models.load(tmp_path, dtype=torch.float32)
+    loaded.set_progress_bar_config(disable=True)
+    assert torch.equal(frames(loaded, "a cat"), frames(pipe(), "a cat"))
+    on_meta = models.load(tmp_path, dtype=torch.float32, device="meta")
+    for part in ("transformer", "vae", "text_encoder"):
+        assert getattr(on_meta, part).device.type == "meta"
+        assert shapes(getattr(on_meta, part)) == shapes(getattr(pipe(), part))
+    assert on_meta.tokenizer("a cat").input_ids == pipe().tokenizer("a cat").input_ids
+
+
+def test_a_preset_is_loaded_by_name():
+    loaded = models.load("dit-xl", tiny=True, dtype=torch.float32)
+    assert torch.equal(loaded.proj_out_2.weight, tiny("dit-xl").proj_out_2.weight)
+
+
+def test_unknown_names_suggest_near_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"no preset 'flux'; did you mean flux-dev\?"):
+        models.build("flux")
+    with pytest.raises(ValueError, match="there are ltx-video, "):
+        models.inputs("?")
+    with pytest.raises(ValueError, match=r"'llama-3-8B' is no preset.*did you mean llama-3-8b"):
+        models.load("llama-3-8B")
+    with pytest.raises(ValueError, match=r"is no preset.*no model_index.json and no config.json"):
+        models.load(tmp_path)
+
+
+def test_a_hub_that_cannot_be_reached_is_no_crash(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(source, file):
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises(ValueError, match=r"'owner/ltx-video' is no preset.*or cannot be reached"):
+        models.load("owner/ltx-video")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"_class_name": "NoSuchModel"}, "the diffusers that is installed has no NoSuchModel"),
+        ({"architectures": ["NoSuchLM"]}, "the transformers that is installed has no NoSuchLM"),
+        ({"width": 3}, "names no class of diffusers or transformers"),
+    ],
+)
+def test_a_config_of_an_unknown_class_is_an_error(config, problem, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=problem):
+        models.load(tmp_path)
+
+
+def test_wrong_sizes_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="ltx-video: height is 500, expected a multiple of 32"):
+        models.inputs("ltx-video", height=500)
+    with pytest.raises(ValueError, match="llama-3-8b: tokens is 0, expected 1 or more"):
+        models.inputs("llama-3-8b", tokens=0)
+    with pytest.raises(
+        ValueError, match=r"no size 'frames', expected any of \['batch', 'tokens'\]"
+    ):
+        models.inputs("llama-3-8b", frames=3)
+    with pytest.raises(ValueError, match="only presets have a tiny size"):
+        models.load(tmp_path, tiny=True)
+
+
+@pytest.mark.parametrize("module", [catalog, loading, pipeline])
+def test_examples_run(module):
+    failed, tried = doctest.testmod(module)
+    assert tried > 0
+    assert failed == 0
