@@ -131,6 +131,7 @@ class _Lane:
         self.last: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
+        self._left: list[torch.cuda.CUDAGraph] = []
 
     def pool(self) -> Any:
         """The pool, kept in being by a small graph: cuBLAS has its workspace for the stream in it,
@@ -140,6 +141,13 @@ class _Lane:
             with torch.cuda.stream(self.captures):
                 self._anchor = _capture_little(self._pool)
         return self._pool
+
+    def leave_pool(self) -> None:
+        """Start another pool: the allocator takes no more captures into one whose capture failed.
+        The old one stays in being: cuBLAS goes on using its workspace."""
+        if self._anchor is not None:
+            self._left.append(self._anchor)
+        self._pool = self._anchor = None
 
 
 class CudaRecorder:
@@ -182,12 +190,16 @@ class CudaRecorder:
         with torch.cuda.stream(lane.captures):
             try:
                 graph.capture_begin(pool=pool, capture_error_mode=ERROR_MODE)
-                result = run()
+                try:
+                    result = run()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        _end(graph, device, pool)
+                    raise
+                _end(graph, device, pool)
             except BaseException:
-                with suppress(RuntimeError):
-                    _end(graph, device, pool)
+                lane.leave_pool()
                 raise
-            _end(graph, device, pool)
         return graph.replay, result
 
     def release(self) -> None:
@@ -210,7 +222,7 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
             torch._C._cuda_releasePool(device.index, pool)
         with suppress(RuntimeError):
             # for the generator, one that ends well is the end of the failed one too
-            _capture_little(pool)
+            _capture_little(None)
         raise
 
 

@@ -174,7 +174,7 @@ class Checker:
         exact = self.numerics == "exact"
         wanted = exact or self.verify or type(module) not in self._proven
         notes: Counter[tuple[str, str]] = Counter()
-        random = _Random(args, kwargs)
+        random = Random(args, kwargs)
         ahead = handoff.waits_for(module)
         # what writes a cache or calls hooks is not run twice: its sites are tried one by one
         twice = wanted and not has_state(args, kwargs) and not _has_hooks(module)
@@ -253,7 +253,7 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-class _Random:
+class Random:
     """The state of the random generators before a forward, so that dropout repeats itself."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from .call import Call, check_surroundings, listed
 from .capture import Captured, CudaRecorder, Recorder, capturing, keep
-from .check import equal
+from .check import Random, equal
 from .memory import Refusal
 from .watch import Watch
 
@@ -148,7 +148,9 @@ class Graphs:
         while len(known.graphs) >= self.limit:
             known.graphs.popitem(last=False)
         args, kwargs = call.with_tensors(call.tensors)
+        random = Random(args, kwargs)
         plain = forward(model, *args, **kwargs)
+        random.rewind()
         try:
             graph = Captured(
                 self._recorder,

@@ -1,0 +1,101 @@
+"""Injected models on a GPU: the bits of eager, with and without graphs, and what is around them."""
+
+import pytest
+import torch
+from inject.harness import check_exact, check_fused, fused_sites, run, same
+
+import kernelwright as kw
+from kernelwright import models
+from kernelwright.inject import slots
+
+pytest.importorskip("diffusers")
+PRESETS = list(models.presets())
+
+
+def built(name, dtype, **sizes):
+    how = {"tiny": True, "dtype": dtype, "device": "cuda"}
+    return models.build(name, **how), models.inputs(name, **how, **sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", PRESETS)
+def test_exact_gives_the_bits_of_eager(name, dtype):
+    check_exact(*built(name, dtype))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_graphs_give_the_same_bits(name):
+    model, inputs = built(name, torch.bfloat16)
+    expected = run(model, inputs)
+    with kw.injected(model, graphs=True) as report:
+        for _ in range(4):
+            assert same(run(model, inputs), expected)
+    (graphs,) = report.graphs
+    assert graphs.captured == 1 or graphs.reasons, graphs.describe()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_fused_errs_no_more_than_eager(name):
+    check_fused(*built(name, torch.bfloat16))
+
+
+def test_graphs_follow_new_inputs():
+    how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
+    model = models.build("ltx-video", **how)
+    inputs = [models.inputs("ltx-video", **how, seed=seed) for seed in range(4)]
+    expected = [run(model, given) for given in inputs]
+    with kw.injected(model, graphs=True) as report:
+        for given, wanted in zip(inputs, expected, strict=True):
+            assert same(run(model, given), wanted)
+    assert report.graphs[0].captured == 1
+
+
+@pytest.mark.parametrize("first", ["inject", "offload"])
+def test_a_pipeline_that_is_offloaded(first):
+    pipe = models.ltx_pipeline(tiny=True, dtype=torch.bfloat16, device="cuda")
+    pipe.set_progress_bar_config(disable=True)
+
+    def frames():
+        return pipe(
+            prompt="a lighthouse",
+            num_frames=9,
+            height=64,
+            width=64,
+            num_inference_steps=3,
+            generator=torch.Generator().manual_seed(0),
+            output_type="pt",
+        ).frames
+
+    expected = frames()
+    if first == "inject":
+        kw.inject(pipe)
+    pipe.enable_model_cpu_offload()
+    if first == "offload":
+        kw.inject(pipe)
+    for _ in range(2):
+        assert torch.equal(frames(), expected)
+    pipe.remove_all_hooks()
+    kw.restore(pipe)
+    pipe.to("cuda")
+    assert torch.equal(frames(), expected)
+    parts = (pipe.transformer, pipe.vae, pipe.text_encoder)
+    assert not any(slots.current(m) for part in parts for m in part.modules())
+
+
+def test_compiled_blocks_use_the_kernels():
+    model, inputs = built("ltx-video", torch.bfloat16)
+    expected = run(model, inputs)[0].float()
+    kw.inject(model, numerics="fused")
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(fullgraph=True)
+    result = run(model, inputs)[0].float()
+    assert (result - expected).norm() / expected.norm() < 2e-2
+
+
+def test_every_fused_place_has_a_kernel():
+    """No width of LTX-Video, FLUX or Wan falls back to the eager chain on a GPU."""
+    for name in ("ltx-video", "flux-dev", "wan-1.3b", "sd3.5-medium"):
+        model, inputs = built(name, torch.bfloat16)
+        report = check_exact(model, inputs)
+        assert fused_sites(report)
+        assert all(set(fates) == {"fused"} for fates in report.sites.values()), report.sites
