@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from kernelwright.inject import memory
-from kernelwright.inject.graphs import Graphs
+from kernelwright.inject.graphs import Graphs, memory
 
 
 class Again:

@@ -67,6 +67,37 @@ def test_another_resolution_is_checked_anew():
     assert same(result, run(model, other))
 
 
+def test_rotary_tables_are_made_once_and_are_never_stale(monkeypatch):
+    model, inputs = ltx()
+    kind, made = type(model.rope), []
+    old = kind.forward
+
+    def counted(self, *args, **kwargs):
+        made.append(1)
+        return old(self, *args, **kwargs)
+
+    with kw.injected(model) as report:
+        expected = run(model, inputs)
+        monkeypatch.setattr(kind, "forward", counted)
+        assert same(run(model, inputs), expected)
+        assert not made
+        tables = model.rope(inputs["hidden_states"], *(inputs[k] for k in SIZES))
+        tables[0].zero_()
+        assert same(run(model, inputs), expected)
+        assert len(made) == 1
+        model.rope.theta = 5000.0
+        changed = run(model, inputs)
+        assert not same(changed, expected)
+        inputs["rope_interpolation_scale"] = (0.1, 32, 32)
+        assert not same(run(model, inputs), changed)
+    assert not report.problems
+    inputs["rope_interpolation_scale"] = (8 / 25, 32, 32)
+    assert same(run(model, inputs), changed)
+
+
+SIZES = ("num_frames", "height", "width", "rope_interpolation_scale")
+
+
 def test_a_processor_of_ones_own_is_called():
     model, inputs = ltx()
     original = type(model.transformer_blocks[0].attn1.processor)

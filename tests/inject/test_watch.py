@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernelwright.inject.watch import Watch
+from kernelwright.inject.graphs.watch import Watch
 
 
 class Block(nn.Module):

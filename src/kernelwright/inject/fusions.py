@@ -27,6 +27,7 @@ from . import norms
 from .check import declined, site
 from .norms import Norm
 from .slots import hooked
+from .tables import Tables
 
 Part = Tensor | None
 CHANGES_DTYPE = "eager changes the dtype here"
@@ -41,6 +42,7 @@ class Fusions:
     numerics: str
     backend: str | None
     norms: dict[norms.Key, Norm | str]
+    tables: Tables = field(default_factory=Tables)
     _seen: dict[nn.Module, Norm | str | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Fusions:

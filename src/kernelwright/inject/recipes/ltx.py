@@ -136,7 +136,7 @@ def attend(
         attn.to_k(context),
         attn.norm_q,
         attn.norm_k,
-        image_rotary_emb,
+        fuse.tables.narrow(image_rotary_emb),
         rotate,
         across_heads=True,
     )
@@ -146,6 +146,40 @@ def attend(
     for layer in attn.to_out:
         rows = layer(rows)
     return rows
+
+
+def rope(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        rope_interpolation_scale: Any = None,
+        video_coords: Tensor | None = None,
+    ) -> Rotary:
+        scale = rope_interpolation_scale
+
+        def make() -> Rotary:
+            return type(self).forward(
+                self, hidden_states, num_frames, height, width, scale, video_coords
+            )
+
+        if video_coords is not None or not is_numbers(scale):
+            return make()
+        place = (hidden_states.shape[0], hidden_states.device, num_frames, height, width)
+        # every number of the module counts, whatever it is called
+        own = tuple(v for v in vars(self).values() if isinstance(v, int | float))
+        numbers = (type(self), place, None if scale is None else tuple(scale), own)
+        return fuse.tables.remembered(numbers, make)
+
+    return forward
+
+
+def is_numbers(scale: Any) -> bool:
+    return scale is None or (
+        isinstance(scale, tuple | list) and all(isinstance(s, int | float) for s in scale)
+    )
 
 
 RECIPE = Recipe(
@@ -170,6 +204,13 @@ RECIPE = Recipe(
                 "apply_rotary_emb",
             ),
             written_for=("b699d812a67f",),
+        ),
+        Patch(
+            f"{MODULE}.LTXVideoRotaryPosEmbed",
+            rope,
+            "its tables made once a resolution",
+            sources=("LTXVideoRotaryPosEmbed.forward",),
+            written_for=("26da63713ffe",),
         ),
     ),
     chains={f"{MODULE}.LTXVideoTransformer3DModel": lambda model: model.transformer_blocks},

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
-from ..ops.selection import surrounding
+from ...ops.selection import surrounding
 from .memory import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_no_container, is_simple
 
 

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..check import Random, equal
 from .call import Call, check_surroundings, listed
 from .capture import Captured, CudaRecorder, Recorder, capturing, keep
-from .check import Random, equal
 from .memory import Refusal
 from .watch import Watch
 
@@ -149,8 +149,6 @@ class Graphs:
             known.graphs.popitem(last=False)
         args, kwargs = call.with_tensors(call.tensors)
         random = Random(args, kwargs)
-        plain = forward(model, *args, **kwargs)
-        random.rewind()
         try:
             graph = Captured(
                 self._recorder,
@@ -161,7 +159,8 @@ class Graphs:
             )
             result = graph(call.tensors)
             # some code asks whether it is being captured, and then goes another way
-            if not equal(result, plain):
+            random.rewind()
+            if not equal(result, forward(model, *args, **kwargs)):
                 raise Refusal("its graph gives other bits than the plain forward")
         except Exception as error:
             reason = str(error) if isinstance(error, Refusal) else f"capture failed: {_line(error)}"
