@@ -126,16 +126,19 @@ def _measure(
     return row
 
 
-def _compiled(model: nn.Module, stack: ExitStack) -> Callable[..., Any]:
-    """By block where diffusers offers it, as it recommends; else the whole model."""
+def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
+    """By block where the library names the blocks, as diffusers recommends; else the whole."""
     torch._dynamo.reset()
-    if not getattr(model, "_repeated_blocks", None):
+    repeated = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
+    blocks = [m for m in model.modules() if type(m).__name__ in (repeated or ())]
+    if not blocks:
         return torch.compile(model)
-    model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+    for block in blocks:
+        block.compile()
 
     def undo() -> None:
-        for module in model.modules():
-            module._compiled_call_impl = None
+        for block in blocks:
+            block._compiled_call_impl = None
 
     stack.callback(undo)
     return model
