@@ -1,4 +1,4 @@
-# make demo   what the ops do, on this machine
+# make demo   frames of a tiny LTX-Video, before and after injection
 # make test   lint and tests
 # both set up .venv on their first run; PYTHON=python3.12 picks another interpreter
 
@@ -11,7 +11,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 .PHONY: demo test lint pytest format readme clean
 
 demo: $(READY)
-	$(BIN)/kernelwright demo
+	$(BIN)/kernelwright demo --save build/demo.png
 
 test: lint pytest
 
@@ -28,7 +28,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 readme: $(READY)
-	$(BIN)/python -c "import pathlib, kernelwright.catalog as c; c.update(pathlib.Path('README.md'))"
+	$(BIN)/python -c "from pathlib import Path; from kernelwright.bench.published import update; update(Path('README.md'), Path('results'))"
 
 # torch comes first and alone: a resolver that may still choose takes the newest cuda build,
 # gigabytes of it. without an nvidia driver the cpu build does; the cuda build pins its own

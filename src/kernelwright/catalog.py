@@ -6,7 +6,6 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -19,7 +18,6 @@ from .ops import checks
 from .ops.op import Composite, Op, registry
 
 COLUMNS = ("op", "computes", "backends", "exact", "dtypes")
-MARKERS = ("<!-- ops:begin -->", "<!-- ops:end -->")
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -82,14 +80,6 @@ def markdown(listed: list[Entry]) -> str:
         name, formula, *rest = (c.replace("|", "\\|") for c in e.cells())
         lines.append("| " + " | ".join((f"`{name}`", formula, *rest)) + " |")
     return "\n".join(lines)
-
-
-def update(readme: Path) -> None:
-    """Put today's table between the markers of README.md."""
-    before, rest = readme.read_text().split(MARKERS[0])
-    after = rest.split(MARKERS[1])[1]
-    table = markdown(entries())
-    readme.write_text(f"{before}{MARKERS[0]}\n{table}\n{MARKERS[1]}{after}")
 
 
 def page(e: Entry) -> RenderableType:

@@ -140,7 +140,9 @@ class Checker:
         seen = self._fused.get(module)
         if seen is None:
             seen = self._fused[module] = {}
-        key = signature(args, kwargs)
+        key = handoff.shared_key(module)
+        if key is None:
+            key = signature(args, kwargs)
         verdict = seen.get(key)
         if verdict is None:
             seen[key], result = self._first_sight(module, fused, eager, args, kwargs)

@@ -10,7 +10,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from .fusions import Fusions
 from .recipe import Chain, Forward, Patch, full_name, recipes
 from .report import Line, Report
 from .selection import Selection
+from .signature import signature
 from .targets import Part, parts_of
 
 if TYPE_CHECKING:
@@ -293,7 +294,9 @@ def _whole(kind: type[nn.Module], chain: Chain | None, graphs: Graphs | None) ->
         return run(self, *args, **kwargs)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if chain is None else handoff.chain(list(chain(self))):
+        if chain is None:
+            return eager(self, *args, **kwargs)
+        with handoff.chain(chain(self), signature(args, kwargs)):
             return eager(self, *args, **kwargs)
 
     setattr(forward, slots.MARK, None)

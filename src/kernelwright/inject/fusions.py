@@ -57,6 +57,8 @@ class Fusions:
         name, so that an order it does not have is said and not passed over."""
         if self.numerics != "exact":
             return None, self.backend
+        if torch.compiler.is_compiling():  # nobody could hear it
+            return chain, self.backend
         return chain, self.backend or ("cuda" if x.is_cuda else None)
 
     # norms
@@ -299,19 +301,26 @@ class Fusions:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return site("attention", eager, lambda: attention(q, k, v, mask).transpose(1, 2))
 
-    def sdpa(self, query: Tensor, key: Tensor, value: Tensor, gathered: bool) -> Tensor:
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Part = None,
+        gathered: bool = False,
+    ) -> Tensor:
         """F.scaled_dot_product_attention over [batch, tokens, heads, dim], read where they lie.
         `gathered`: the model joins streams of tokens for it, and so copies the heads apart."""
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
 
         def eager() -> Tensor:
-            given = [t.contiguous() if gathered else t for t in (q, k, v)]
-            return F.scaled_dot_product_attention(given[0], given[1], given[2]).transpose(1, 2)
+            a, b, c = (t.contiguous() if gathered else t for t in (q, k, v))
+            return F.scaled_dot_product_attention(a, b, c, attn_mask=mask).transpose(1, 2)
 
         def kernel() -> Tensor:
             if self.exact or torch.compiler.is_compiling():
-                return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-            return attention(q, k, v).transpose(1, 2)
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+            return attention(q, k, v, mask).transpose(1, 2)
 
         if self.exact and not gathered:
             return eager()

@@ -25,7 +25,8 @@ from .slots import hooked
 class _Run(threading.local):
     """The forward that is running in this thread."""
 
-    following: dict[int, nn.Module] | None = None
+    following: dict[int, nn.Module | None] | None = None
+    key: Any = None  # the signature of what the whole model was given
     offer: tuple[nn.Module, tuple[Tensor, ...], tuple[int, ...], Any] | None = None
 
 
@@ -34,15 +35,22 @@ _refused: WeakSet[nn.Module] = WeakSet()  # what was laid ready for these came o
 
 
 @contextmanager
-def chain(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """While a model runs: the order in which it calls its blocks."""
-    before, before_offer = _run.following, _run.offer
-    _run.following = {id(a): b for a, b in pairwise(modules)}
-    _run.offer = None
+def chain(modules: Sequence[nn.Module], key: Any) -> Iterator[None]:
+    """While a model runs: the order in which it calls its blocks, and the signature of its inputs,
+    which decides what all of them are given."""
+    before = _run.following, _run.offer, _run.key
+    _run.following = {id(a): b for a, b in pairwise((*modules, None))}
+    _run.offer, _run.key = None, key
     try:
         yield
     finally:
-        _run.following, _run.offer = before, before_offer
+        _run.following, _run.offer, _run.key = before
+
+
+def shared_key(module: nn.Module) -> Any:
+    """The signature of the running model's inputs, if `module` is one of its blocks."""
+    blocks = _run.following
+    return _run.key if blocks is not None and id(module) in blocks else None
 
 
 def following(module: nn.Module) -> nn.Module | None:

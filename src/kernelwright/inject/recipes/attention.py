@@ -1,0 +1,98 @@
+"""The attention of diffusers that UNets, PixArt, DiT and many others share.
+
+There is no norm or rotation in it to fuse, but there are steps to leave out: its forward looks up
+the signature of its processor at every call, and divides the result by 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..fusions import Fusions
+from ..recipe import Forward, Patch, Recipe, full_name
+
+PROCESSOR = "AttnProcessor2_0"
+
+
+def attention(fuse: Fusions) -> Forward:
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **cross_attention_kwargs: Any,
+    ) -> Any:
+        if not is_plain(self) or cross_attention_kwargs or hidden_states.ndim != 3:
+            return type(self).forward(
+                self,
+                hidden_states,
+                encoder_hidden_states,
+                attention_mask,
+                **cross_attention_kwargs,
+            )
+        return attend(fuse, self, hidden_states, encoder_hidden_states, attention_mask)
+
+    return forward
+
+
+def is_attention(module: nn.Module) -> bool | str:
+    if full_name(type(module)) != "diffusers.models.attention_processor.Attention":
+        return False
+    if type(module.processor).__name__ != PROCESSOR:
+        return f"no recipe for its {type(module.processor).__name__}"
+    return is_plain(module) or "it normalises its input over channels"
+
+
+def is_plain(attn: Any) -> bool:
+    return (
+        type(attn.processor).__name__ == PROCESSOR
+        and attn.spatial_norm is None
+        and attn.group_norm is None
+    )
+
+
+def attend(
+    fuse: Fusions,
+    attn: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """What the processor does with tokens [batch, tokens, width]."""
+    context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+    batch, tokens, _ = context.shape
+    if mask is not None:
+        mask = attn.prepare_attention_mask(mask, tokens, batch)
+        mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
+    if encoder_hidden_states is not None and attn.norm_cross:
+        context = attn.norm_encoder_hidden_states(context)
+
+    query = attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1))
+    key = attn.to_k(context).unflatten(-1, (attn.heads, -1))
+    value = attn.to_v(context).unflatten(-1, (attn.heads, -1))
+    if attn.norm_q is not None:
+        query = attn.norm_q(query)
+    if attn.norm_k is not None:
+        key = attn.norm_k(key)
+    rows = fuse.sdpa(query, key, value, mask=mask).flatten(2, 3).to(query.dtype)
+    for layer in attn.to_out:
+        rows = layer(rows)
+    if attn.residual_connection:
+        rows = rows + hidden_states
+    return rows if attn.rescale_output_factor == 1 else rows / attn.rescale_output_factor
+
+
+RECIPE = Recipe(
+    family="attention of diffusers",
+    patches=(
+        Patch(
+            is_attention,
+            attention,
+            "the same steps with less around them",
+            sources=("Attention.forward", f"{PROCESSOR}.__call__"),
+            written_for=("86cb5d2bf499",),
+        ),
+    ),
+)
