@@ -16,14 +16,15 @@ ARCHITECTURES = ("sm_90", "sm_75", "sm_80", "sm_100")
 
 
 def wanted(arch: str) -> list[Kernel]:
-    """On Hopper the model shapes, elsewhere one of each op and dtype; Triton has no bfloat16 on
-    sm_75."""
+    """On Hopper the model shapes in bfloat16 and float32, elsewhere one of each op in half
+    precision; Triton has no bfloat16 on sm_75."""
     found = kernels("triton", arch, everything=arch == "sm_90")
     if arch == "sm_90":
         found = (k for k in found if k.large and k.dtype != torch.float16)
         found = (k for k in found if k.dtype == torch.bfloat16 or k.call.alignment == 16)
-    if arch == "sm_75":
-        found = (k for k in found if k.dtype != torch.bfloat16)
+    else:
+        half = torch.float16 if arch == "sm_75" else torch.bfloat16
+        found = (k for k in found if k.dtype == half)
     return list({signature(k): k for k in found}.values())
 
 
