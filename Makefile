@@ -44,7 +44,7 @@ else
 	grep -Ev '^(triton|cuda-|nvidia-)' constraints.txt > .venv/constraints.txt
 	$(BIN)/pip install -q -c .venv/constraints.txt torch
 endif
-	$(BIN)/pip install -q -c .venv/constraints.txt -e '.[cuda,models,dev]'
+	$(BIN)/pip install -q -c .venv/constraints.txt -e '.[cuda,models,video,dev]'
 	touch $@
 
 clean:

@@ -9,6 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .commands import bench, video
+from .commands.profile import profile
+from .commands.report import compare, report
+
 app = typer.Typer(
     name="kernelwright",
     no_args_is_help=True,
@@ -17,7 +21,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+bench.app.command("video")(video.bench_video)
+app.add_typer(bench.app, name="bench")
+for command in (video.generate, profile, report, compare):
+    app.command()(command)
+
+JsonOption = bench.JsonOption
 
 
 def _version(asked: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from .inject import Report, inject, restore
 from .inject.contract import error as error_against
 
 PROMPT = "a red fishing boat on a quiet lake at dawn, mist over the water"
-STEPS = 4
+STEPS = 3
 
 
 class CannotRun(RuntimeError):
@@ -98,6 +99,8 @@ def run(
     dtype = _dtype(place)
     size = FULL if full else TINY
     ways = _ways(place)
+    # a CPU without bfloat16 says so once, at length
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     columns = ("{task.description}", BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"building {size}", total=len(ways) + 2)
@@ -112,9 +115,10 @@ def run(
             progress.update(task, advance=1, description=name)
             found = prepare(pipe)
             begin = time.perf_counter()
-            frames = _frames(pipe, size)
-            first = time.perf_counter() - begin
             frames, seconds = _timed(pipe, size, place)
+            first = time.perf_counter() - begin
+            if place.type == "cuda":  # again, warm; on the CPU times say nothing anyway
+                frames, seconds = _timed(pipe, size, place)
             expected = frames if expected is None else expected
             report = report or found
             rows.append(_row(name, frames, expected, truth, seconds, first, rows))
@@ -133,12 +137,12 @@ def _ways(place: torch.device) -> dict[str, Callable[[Any], Report | None]]:
     against."""
     ways: dict[str, Callable[[Any], Report | None]] = {
         "eager": lambda pipe: None,
-        'inject(pipe)  # "exact"': inject,
-        'inject(pipe, numerics="fused")': lambda pipe: inject(pipe, numerics="fused"),
+        "exact": inject,
+        "fused": lambda pipe: inject(pipe, numerics="fused"),
     }
     if place.type == "cuda":
-        ways["inject(pipe, graphs=True)"] = lambda pipe: inject(pipe, graphs=True)
-    ways["restore(pipe)"] = _restored
+        ways["exact, graphs"] = lambda pipe: inject(pipe, graphs=True)
+    ways["restored"] = _restored
     return ways
 
 

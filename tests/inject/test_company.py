@@ -181,6 +181,20 @@ def test_the_attention_backend_a_person_set(ltx):
     assert same(got, expected)
 
 
+def test_the_attention_backend_a_person_set_for_all(ltx):
+    from diffusers.models.attention_dispatch import attention_backend
+
+    model, inputs, _ = ltx
+    kw.inject(model, numerics="fused")
+    with attention_backend("_native_math"):
+        report = kw.inject(model, numerics="fused")
+        run(model, inputs)
+        assert "attention" not in report.sites
+    report = kw.inject(model, numerics="fused")
+    run(model, inputs)
+    assert report.sites["attention"]
+
+
 @pytest.mark.parametrize("numerics", ["exact", "fused"])
 def test_compiled_whole(ltx, numerics):
     model, inputs, plain = ltx

@@ -59,17 +59,23 @@ class CudaLaunch:
     alignment: int = 16
 
     @property
+    def entry(self) -> str:
+        """The kernel's name, as profilers show it: kernelwright_row, kernelwright_rope, ..."""
+        return f"kernelwright_{Path(self.source).parent.name}"
+
+    @property
     def code(self) -> str:
         """The whole translation unit: the op's header and one entry point."""
         return (
             f'#include "{self.source}"\n'
             f'extern "C" __global__ void __launch_bounds__({self.block})\n'
-            f"entry(const __grid_constant__ {self.arguments} args) {{ {self.template}(args); }}\n"
+            f"{self.entry}(const __grid_constant__ {self.arguments} args) "
+            f"{{ {self.template}(args); }}\n"
         )
 
     def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]:
         major, minor = torch.cuda.get_device_capability(device)
-        function = _function(device, compile_cubin(self.code, f"sm_{major}{minor}"))
+        function = _function(device, compile_cubin(self.code, f"sm_{major}{minor}"), self.entry)
         # absent pointers stay zero: padding bytes
         present = (values.get(n) is not None for n in self.pointers)
         pack = struct.Struct("@" + "".join("P" if there else "8x" for there in present)).pack_into
@@ -134,12 +140,13 @@ def check(status: int, what: str) -> None:
 
 
 @functools.cache
-def _function(device: int, cubin: bytes) -> int:
+def _function(device: int, cubin: bytes, name: str) -> int:
     """The loaded kernel; modules stay for the life of the process, graphs may hold them."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     torch.cuda.set_device(torch.cuda.current_device())
     check(driver().cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
-    check(driver().cuModuleGetFunction(ctypes.byref(function), module, b"entry"), "kernel lookup")
+    found = driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    check(found, f"lookup of {name}")
     assert function.value is not None
     return function.value
 

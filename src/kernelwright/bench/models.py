@@ -6,12 +6,10 @@ an error against a float32 run of the same weights that is not above eager's.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +24,9 @@ from torch.utils import _pytree as pytree
 
 from .. import models
 from ..inject import contract, injected
+from ..inject.report import Report
+from ..profiling.categories import split
+from ..profiling.record import record
 from . import results
 
 CONFIGS = (
@@ -89,16 +90,11 @@ def _measure(
     eager_error: float | None,
     seconds: float,
 ) -> dict[str, Any]:
-    parts = config.split("+")
-    tier = next((p for p in parts if p in ("exact", "fused")), None)
+    tier = _tier(config)
     _fresh()
     with ExitStack() as stack:
         begin = time.perf_counter()
-        report = None
-        if tier:
-            how = {"numerics": tier, "graphs": "graphs" in parts}
-            report = stack.enter_context(injected(model, **how))
-        run = _compiled(model, stack) if "compile" in parts else model
+        run, report = configured(model, config, stack)
         result = run(**inputs)
         _wait()
         first = time.perf_counter() - begin
@@ -121,9 +117,31 @@ def _measure(
             row["sites"] = report.sites
             row["problems"] = report.to_dict()["problems"]
             row["graphs"] = [g.describe() for g in report.graphs]
-        row["ms"] = _milliseconds(lambda: run(**inputs), seconds)
+        row["ms"] = milliseconds(lambda: run(**inputs), seconds)
         row |= _memory()
+        if (device := _device(inputs)).type == "cuda":
+            row["split"] = split(record(lambda: run(**inputs), device))
     return row
+
+
+def configured(
+    model: nn.Module, config: str, stack: ExitStack
+) -> tuple[Callable[..., Any], Report | None]:
+    """What to call for `model` in this configuration until `stack` closes, and inject's report."""
+    parts = config.split("+")
+    report = None
+    if tier := _tier(config):
+        how = {"numerics": tier, "graphs": "graphs" in parts}
+        report = stack.enter_context(injected(model, **how))
+    return (_compiled(model, stack) if "compile" in parts else model), report
+
+
+def _tier(config: str) -> str | None:
+    return next((p for p in config.split("+") if p in ("exact", "fused")), None)
+
+
+def _device(inputs: dict[str, Any]) -> torch.device:
+    return next(t.device for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
 
 
 def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
@@ -170,7 +188,7 @@ def _equal(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
-def _milliseconds(call: Callable[[], Any], seconds: float) -> float:
+def milliseconds(call: Callable[[], Any], seconds: float) -> float:
     """Median wall time of a call, waited for; enough calls to fill `seconds`, five at least."""
     readings: list[float] = []
     end = time.perf_counter() + seconds
@@ -234,37 +252,34 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("presets", nargs="*", help="presets; all by default")
-    parser.add_argument("--config", nargs="*", default=list(CONFIGS), choices=CONFIGS)
-    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N", help="frames=49 ...")
-    parser.add_argument("--tiny", action="store_true", help="small models of the same structure")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on each")
-    parser.add_argument("--no-error", action="store_true", help="leave the float32 run out")
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    args = parser.parse_args()
-    sizes: dict[str, Any] = {n: int(v) for n, _, v in (s.partition("=") for s in args.size)}
+def run(
+    presets: Sequence[str],
+    configs: Sequence[str],
+    sizes: dict[str, int],
+    *,
+    tiny: bool = False,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    seconds: float = 2.0,
+    with_error: bool = True,
+    out: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Measure presets (all if none is named) one after the other, and write down what is done."""
+    for config in configs:
+        if config not in CONFIGS:
+            raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
+    names = list(presets) or list(models.presets())
+    for name in names:  # before hours of work, not in between
+        models.inputs(name, tiny=True)
+    if out is not None:
+        results.check_writable(out)
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    how: dict[str, Any] = {"tiny": tiny, "device": place, "with_error": with_error}
+    how["dtype"] = getattr(torch, dtype)
     rows: list[dict[str, Any]] = []
-    console = Console(stderr=True)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    for preset in track(args.presets or list(models.presets()), "timing", console=console):
-        rows += measure(
-            preset,
-            args.config,
-            tiny=args.tiny,
-            device=args.device,
-            seconds=args.seconds,
-            with_error=not args.no_error,
-            **sizes,
-        )
+    for name in track(names, "timing", console=Console(stderr=True), transient=True):
+        rows += measure(name, configs, seconds=seconds, **{**how, **sizes})
         _fresh()
-        if args.out is not None:
-            results.write(args.out, "models", rows)
-    Console(width=130).print(table(rows))
-    raise SystemExit(1 if any("failed" in row for row in rows) else 0)
-
-
-if __name__ == "__main__":
-    main()
+        if out is not None:
+            results.write(out, "models", rows)
+    return rows

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ def write(path: Path, kind: str, rows: list[dict[str, Any]], **more: Any) -> Non
     text = json.dumps(head, indent=1, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{text[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def check_writable(path: Path) -> None:
+    """Raise a ValueError that says so if a result could not be written there afterwards."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{path} cannot be written ({reason}): choose another file") from None
 
 
 def _portable(argument: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +30,8 @@ from .signature import has_state, signature, written
 Forward = Callable[..., Any]
 NOTHING: dict[str, str] = {}
 DIFFERS = "differs from eager's"
+# a service that sees ever new shapes starts over rather than grow
+SIGNATURES, FINDINGS = 1024, 16384
 
 
 class _Pass(threading.local):
@@ -126,7 +128,7 @@ class Checker:
     numerics: str
     verify: bool
     names: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
-    findings: list[Finding] = field(default_factory=list)
+    findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=FINDINGS))
     _fused: WeakKeyDictionary[nn.Module, dict[Any, bool]] = field(default_factory=WeakKeyDictionary)
     _off: WeakKeyDictionary[nn.Module, dict[str, str]] = field(default_factory=WeakKeyDictionary)
     _proven: set[type] = field(default_factory=set)
@@ -145,6 +147,8 @@ class Checker:
             key = signature(args, kwargs)
         verdict = seen.get(key)
         if verdict is None:
+            if len(seen) >= SIGNATURES:
+                seen.clear()
             seen[key], result = self._first_sight(module, fused, eager, args, kwargs)
             return result
         return (self._inside if verdict else self._eager)(
@@ -175,11 +179,11 @@ class Checker:
         """Whether the fused forward holds at this signature, and the result of this call."""
         exact = self.numerics == "exact"
         wanted = exact or self.verify or type(module) not in self._proven
+        # what writes a cache or calls hooks is not run twice: its sites are tried one by one
+        twice = wanted and not has_state(args, kwargs) and not _has_hooks(module)
         notes: Counter[tuple[str, str]] = Counter()
         random = Random(args, kwargs)
         ahead = handoff.waits_for(module)
-        # what writes a cache or calls hooks is not run twice: its sites are tried one by one
-        twice = wanted and not has_state(args, kwargs) and not _has_hooks(module)
         with _set(notes=notes, comparing=exact and wanted and not twice):
             result = self._inside(module, fused, args, kwargs)
         facts: dict[str, Any] = {}
@@ -193,26 +197,19 @@ class Checker:
             else:
                 facts = contract.errors(module, eager, args, kwargs, result, expected, eagerly)
                 good = contract.holds(contract.rows(expected), **facts)
-            if not good and exact:
-                good, result = self._mend(module, fused, args, kwargs, expected, random)
-                if good and ahead and DIFFERS not in self._all_off(module).values():
-                    # it is right by itself: the module before it worked ahead wrongly
-                    handoff.refuse(module)
-                    problem = f"what the module before it laid ready {DIFFERS}"
-            if not good:
-                handoff.forget()
-                problem = f"its forward {DIFFERS}" if exact else "its error is too large"
+        if not good and exact:
+            good, result = self._mend(module, fused, args, kwargs, expected, random)
+            if good and ahead and DIFFERS not in self._sites_left_out(module).values():
+                # it is right by itself: the module before it worked ahead wrongly
                 handoff.refuse(module)
-                random.rewind()
-                result = self._eager(module, eager, args, kwargs)
-        off = self._all_off(module)
-        for inner in [m for m in module.modules() if not self._off.get(m, True)]:
-            del self._off[inner]
-        for name, why in off.items():
-            notes[name, why] = notes.pop((name, "fused"), 1)
-        if different := sorted(name for name, why in off.items() if why == DIFFERS):
-            problem = problem or f"{', '.join(different)} {DIFFERS}"
-        if good and wanted:
+                problem = f"what the module before it laid ready {DIFFERS}"
+        if not good:
+            handoff.forget()
+            handoff.refuse(module)
+            problem = f"its forward {DIFFERS}" if exact else "its error is too large"
+            random.rewind()
+            result = self._eager(module, eager, args, kwargs)
+        elif wanted:
             self._proven.add(type(module))
         self._record(module, args, kwargs, notes, facts, problem)
         return good, result
@@ -228,7 +225,8 @@ class Checker:
         result = self._inside(module, fused, args, kwargs)
         return equal(result, expected), result
 
-    def _all_off(self, module: nn.Module) -> dict[str, str]:
+    def _sites_left_out(self, module: nn.Module) -> dict[str, str]:
+        """The sites in a module and below it that stay eager, and why."""
         return {n: why for m in module.modules() for n, why in self._off.get(m, NOTHING).items()}
 
     def _record(
@@ -240,9 +238,15 @@ class Checker:
         facts: dict[str, Any],
         problem: str | None,
     ) -> None:
-        kind = type(module).__name__
+        off = self._sites_left_out(module)
+        for inner in [m for m in module.modules() if not self._off.get(m, True)]:
+            del self._off[inner]  # nothing is off there: later calls need not look
+        for name, why in off.items():
+            notes[name, why] = notes.pop((name, "fused"), 1)
+        if different := sorted(name for name, why in off.items() if why == DIFFERS):
+            problem = problem or f"{', '.join(different)} {DIFFERS}"
+        kind, inputs = type(module).__name__, written(args, kwargs)
         name = self.names.get(module, f"a {kind}")
-        inputs = written(args, kwargs)
         self.findings.append(Finding(name, kind, inputs, dict(notes), problem=problem, **facts))
         if problem:
             warnings.warn(f"{name} at {inputs}: {problem}; that stays eager", stacklevel=6)

@@ -1,0 +1,89 @@
+"""`kernelwright profile`: where the time of a forward goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .bench import JsonOption, OutOption
+
+
+def profile(
+    preset: Annotated[str, typer.Argument(help="A preset (`kernelwright models`).")],
+    level: Annotated[
+        str,
+        typer.Option(help="1 torch.profiler, 2 nsys, 3 ncu; several with commas."),
+    ] = "1",
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="What to profile, with commas: eager, exact, fused, exact+graphs, compile, ... "
+            "By default eager and exact, at level 3 exact.",
+        ),
+    ] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Inputs in one batch.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a language model.")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A small model of the same kind.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu.")] = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(help="Level 3: a regular expression of names. By default our kernels."),
+    ] = None,
+    launches: Annotated[int, typer.Option(help="Level 3: launches to count at most.", min=1)] = 50,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Level 1: write a Chrome trace; with several configurations one each."),
+    ] = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which kernels one forward of a preset spends its time in.
+
+    Level 1 ranks kernels and groups them (GEMM, attention, norm, modulation, RoPE, activation,
+    copies), and counts the graph breaks of `--config compile`. Level 2 does the same with nsys.
+    Level 3 looks into the kernels with ncu: bandwidth, occupancy, what limits it, and one line of
+    advice. Exits with 1 if a level lacks its tool; the others run all the same.
+    """
+    from ..profiling.categories import OURS
+    from ..profiling.page import page
+    from ..profiling.run import run
+
+    sizes = {"frames": frames, "height": height, "width": width, "batch": batch_size}
+    sizes["tokens"] = tokens
+    try:
+        with Console(stderr=True).status(f"profiling {preset}"):
+            rows, problems = run(
+                preset,
+                _levels(level),
+                config.split(",") if config else (),
+                sizes={name: size for name, size in sizes.items() if size is not None},
+                tiny=tiny,
+                device=device,
+                kernels=kernels or OURS,
+                launches=launches,
+                trace=trace,
+                out=out,
+            )
+    except ValueError as wrong:
+        raise typer.BadParameter(str(wrong)) from None
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+    elif rows:
+        Console().print(page(rows))
+    for problem in problems:
+        typer.echo(f"kernelwright profile: {problem}", err=True)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _levels(text: str) -> list[int]:
+    levels = text.split(",")
+    if not all(level.isdigit() for level in levels):
+        raise ValueError(f"--level is {text!r}, expected 1, 2, 3, or several with commas")
+    return [int(level) for level in levels]

@@ -1,0 +1,107 @@
+"""`kernelwright report` and `kernelwright compare`: results to read, and two runs to hold apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..report import Comparison
+
+SHOWN_CHANGES = 60
+
+
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(help="Result files, or folders of them.", show_default=False)
+    ],
+    html: Annotated[
+        Path, typer.Option("--html", help="Write the page to this file.", show_default=False)
+    ],
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Write the charts as pictures into this folder.")
+    ] = None,
+) -> None:
+    """Make one HTML page of result files: tables, charts and the environment they come from.
+
+    The page is one file without a script or a link: it opens anywhere, on a phone and in dark mode.
+    `--png` draws the charts with matplotlib, which `pip install 'kernelwright[bench]'` brings.
+    """
+    with _one_line("report"):
+        from .. import report as reports
+
+        files = reports.read(results)
+        text = reports.page(files)
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(text, encoding="utf-8")
+        typer.echo(f"{html}: {len(files)} result file{'s' if len(files) != 1 else ''}")
+        if png is not None:
+            from ..report.png import draw
+
+            for picture in draw(files, png):
+                typer.echo(str(picture))
+
+
+def compare(
+    old: Annotated[Path, typer.Argument(help="The run before: a file or a folder.")],
+    new: Annotated[Path, typer.Argument(help="The run now: a file or a folder.")],
+    threshold: Annotated[
+        float, typer.Option(min=0.0, help="Changes up to so many percent are noise.")
+    ] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Compare two runs: what became slower or faster, which rows are gone, which bits changed.
+
+    Exits with 1 when a row is slower or takes more memory by more than the threshold, has lost the
+    bits of eager, fails, or is gone; with 0 otherwise. GPU time of ops is compared, host time not.
+    """
+    with _one_line("compare"):
+        from .. import report as reports
+
+        found = reports.compare(reports.read([old]), reports.read([new]), threshold)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        _print(found)
+    raise typer.Exit(1 if found.regressions else 0)
+
+
+def _print(found: Comparison) -> None:
+    console = Console()
+    for note in found.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+    if found.changes:
+        table = Table(title=f"Changes over {found.threshold:g}%")
+        for column in ("row", "what", "old", "new", "change"):
+            table.add_column(column, justify="left" if column in ("row", "what") else "right")
+        for c in found.changes[:SHOWN_CHANGES]:
+            percent = "" if c.percent is None else f"{c.percent:+.1f}%"
+            style = "red" if c.regression else "green"
+            table.add_row(*map(Text, (c.row, c.what, c.old, c.new, percent)), style=style)
+        console.print(table)
+        left = len(found.changes) - SHOWN_CHANGES
+        if left > 0:
+            console.print(f"and {left} more; --json prints them all")
+    worse, better = len(found.regressions), len(found.changes) - len(found.regressions)
+    console.print(f"{found.rows} rows compared: {worse} worse, {better} better")
+
+
+@contextmanager
+def _one_line(command: str) -> Iterator[None]:
+    """Say what is wrong with a file in one line, and exit with 1."""
+    from ..report.png import CannotDraw
+    from ..report.reading import Unreadable
+
+    try:
+        yield
+    except (Unreadable, CannotDraw, OSError) as error:
+        typer.echo(f"kernelwright {command}: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,98 @@
+"""What a kernel does, read from its name: GPU kernels, and PyTorch's ops on the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CATEGORIES = (
+    "GEMM",
+    "attention",
+    "norm",
+    "modulation",
+    "RoPE",
+    "activation",
+    "copies",
+    "other",
+)
+NOTE = (
+    "GEMM has convolutions too. A fused kernel counts once: norm with modulation and residual is "
+    "norm, norm with RoPE is RoPE. PyTorch's sums and products do not say what they are for: "
+    "all are modulation, those of residuals, eager norms and eager RoPE too."
+)
+
+# the kernels of this library: CUDA's by their entry point, Triton's by their function
+OURS = r"^(kernelwright_\w+|kernelwright::\w+|(row|rope|glu|attention)_kernel)"
+_OURS = re.compile(OURS)
+_INDUCTOR = re.compile(r"^(triton|cpp)_(poi|red|per|for|fused)")
+_INDUCTOR_TEMPLATE = re.compile(r"^triton_(tem|mm|bmm)")
+
+# the first that matches counts: a GEMM with GELU in its epilogue is a GEMM
+_NAMES = (
+    ("attention", r"sdpa|scaled_dot_product|flash|fmha|attention|softmax"),
+    ("copies", r"nchwToNhwc|nhwcToNchw"),
+    ("GEMM", r"nvjet|gem[mv]|cutlass|cublas|splitk|conv(?!ert)|xmma"),
+    ("GEMM", r"^(aten|kernelwright)::_?(addmm|mm|bmm|baddbmm|matmul|linear)"),
+    ("RoPE", r"rope|rotary"),
+    ("norm", r"norm(?!al)|Moments|Welford|rsqrt|MeanOps|pow_tensor|^aten::(mean|sum|pow|var)"),
+    ("norm", r"^(kernelwright_row|row_kernel)|^kernelwright::(modulate|gated_residual|adaln)"),
+    ("RoPE", r"c10::complex|(cos|sin)_kernel|^aten::(cos|sin|view_as_complex)$"),
+    ("activation", r"gelu|silu|glu|sigmoid|tanh|relu"),
+    ("copies", r"copy|CatArray|mem(cpy|set)|Fill|transpose_kernel|index_?select|gather"),
+    ("copies", r"^aten::(cat|stack|clone|contiguous|to|repeat|repeat_interleave|fill_|zero_)$"),
+    ("modulation", r"Functor(OnSelf)?_add|(Mul|Div|Add|Sub)Functor|addcmul|neg_kernel"),
+    ("modulation", r"^aten::(add|sub|rsub|mul|div|neg|addcmul)_?$"),
+)
+# Inductor names a kernel for every op it came from, so the telling one counts
+_PARTS = (
+    ("attention", r"softmax"),
+    ("norm", r"norm|rsqrt|var_mean|mean"),
+    ("RoPE", r"(^|_)(cos|sin)(_|$)|complex|rotary"),
+    ("activation", r"gelu|silu|sigmoid|tanh|erf|relu"),
+    ("modulation", r"(^|_)(add|mul|sub|rsub|div|neg)(_|$)"),
+    ("copies", r"copy|clone|cat|stack|view|permute|transpose|expand|slice"),
+)
+_BY_NAME = [(found, re.compile(pattern, re.IGNORECASE)) for found, pattern in _NAMES]
+_BY_PART = [(found, re.compile(pattern)) for found, pattern in _PARTS]
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """All launches of one kernel in one forward."""
+
+    name: str
+    calls: int
+    ms: float
+
+
+def category(name: str) -> str:
+    """One of CATEGORIES for the name of a kernel, or of an op such as `aten::addmm`."""
+    if _INDUCTOR_TEMPLATE.match(name):
+        return "attention" if "attention" in name else "GEMM"
+    rules = _BY_PART if _INDUCTOR.match(name) else _BY_NAME
+    return next((found for found, pattern in rules if pattern.search(name)), "other")
+
+
+def is_ours(name: str) -> bool:
+    return _OURS.match(name) is not None
+
+
+def by_category(kernels: Iterable[KernelTime]) -> dict[str, float]:
+    """Milliseconds of each category."""
+    total = dict.fromkeys(CATEGORIES, 0.0)
+    for kernel in kernels:
+        total[category(kernel.name)] += kernel.ms
+    return total
+
+
+def split(kernels: Iterable[KernelTime]) -> dict[str, float]:
+    """Milliseconds in GEMMs, in attention, in fused kernels (ours, Inductor's) and in the rest."""
+    total = {"GEMM": 0.0, "attention": 0.0, "fused": 0.0, "other": 0.0}
+    for kernel in kernels:
+        kind = category(kernel.name)
+        if kind not in ("GEMM", "attention"):
+            fused = is_ours(kernel.name) or _INDUCTOR.match(kernel.name)
+            kind = "fused" if fused else "other"
+        total[kind] += kernel.ms
+    return total

@@ -1,0 +1,83 @@
+"""All levels that were asked for: those that can run do, the others say what they lack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bench import results
+from ..bench.models import CONFIGS
+from . import level1, nsight
+from .categories import OURS
+from .workload import Workload
+
+LEVELS = (1, 2, 3)
+# eager has none of our kernels for ncu to look at
+DEFAULT_CONFIGS = {1: ("eager", "exact"), 2: ("eager", "exact"), 3: ("exact",)}
+
+
+def run(
+    preset: str,
+    levels: Sequence[int] = (1,),
+    configs: Sequence[str] = (),
+    *,
+    sizes: dict[str, int] | None = None,
+    tiny: bool = False,
+    device: str | None = None,
+    kernels: str = OURS,
+    launches: int = 50,
+    trace: Path | None = None,
+    out: Path | None = None,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of results, and a line for each level that could not run.
+
+    Without `configs`: eager and exact, side by side; exact alone at level 3. `trace` is a Chrome
+    trace of level 1; with several configurations, one file each: trace.eager.json.
+    """
+    for level in levels:
+        if level not in LEVELS:
+            raise ValueError(f"no level {level}, expected any of 1, 2, 3")
+    for config in configs:
+        if config not in CONFIGS:
+            raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
+    try:
+        re.compile(kernels)
+    except re.error as error:
+        raise ValueError(f"{kernels!r} is no regular expression: {error}") from None
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = place.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device is {place!r}, expected cpu, cuda or cuda:1")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {place!r}, but torch sees no CUDA GPU")
+    workload = Workload(preset, place, tiny, sizes or {})
+    workload.check()
+    for path in (trace, out):
+        if path is not None:
+            results.check_writable(path)
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for level in levels:
+        try:
+            for config in configs or DEFAULT_CONFIGS[level]:
+                if level == 1:
+                    several = len(configs or DEFAULT_CONFIGS[level]) > 1
+                    file = _for_config(trace, config) if trace and several else trace
+                    rows.append(level1.profile(workload, config, file))
+                elif level == 2:
+                    rows.append(nsight.profile_nsys(workload, config))
+                else:
+                    rows += nsight.profile_ncu(workload, config, kernels, launches)
+        except nsight.CannotProfile as lack:
+            problems.append(f"level {level}: {lack}")
+    if out is not None:
+        results.write(out, "profile", rows)
+    return rows, problems
+
+
+def _for_config(trace: Path, config: str) -> Path:
+    return trace.with_suffix(f".{config}{trace.suffix}")

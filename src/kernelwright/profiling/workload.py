@@ -1,0 +1,105 @@
+"""One forward of a preset to be profiled, in this process or, for nsys and ncu, in one of its own.
+
+`python -m kernelwright.profiling.workload PRESET --config exact` warms up and then runs one forward
+between cudaProfilerStart and cudaProfilerStop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import models
+from ..bench.models import configured
+
+# the second forward captures CUDA graphs, the third is like all that follow
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A preset of one size on one device."""
+
+    preset: str
+    device: str = "cuda"
+    tiny: bool = False
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        # a CPU without bfloat16 emulates it, a hundred times slower than float32
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    def describe(self) -> dict[str, Any]:
+        known = models.presets()[self.preset]
+        defaults = known.tiny_sizes if self.tiny else known.sizes
+        return {
+            "model": self.preset,
+            "tiny": self.tiny,
+            "sizes": {**defaults, **self.sizes},
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device,
+        }
+
+    def check(self) -> None:
+        """Raise a ValueError for a preset or a size that does not exist."""
+        given: dict[str, Any] = {"tiny": self.tiny, **self.sizes}
+        models.inputs(self.preset, **given)
+
+    @contextmanager
+    def warm(self, config: str) -> Iterator[Callable[[], Any]]:
+        """The forward of a new model in this configuration, after its warm-up."""
+        gc.collect()  # of a model before this one
+        build: dict[str, Any] = {"tiny": self.tiny, "device": self.device, "dtype": self.dtype}
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.on_gpu:
+                stack.enter_context(torch.cuda.device(self.device))
+            inputs = models.inputs(self.preset, **{**build, **self.sizes})
+            model = models.build(self.preset, **build)
+            run, _ = configured(model, config, stack)
+            for _ in range(WARM_UP):
+                run(**inputs)
+            yield lambda: run(**inputs)
+
+    def command(self, config: str) -> list[str]:
+        """The command line that runs this in a process of its own."""
+        sizes = [f"{name}={size}" for name, size in self.sizes.items()]
+        return [
+            *(sys.executable, "-m", "kernelwright.profiling.workload", self.preset),
+            *("--config", config, "--device", self.device),
+            *(["--tiny"] if self.tiny else []),
+            *(["--size", *sizes] if sizes else []),
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("preset")
+    parser.add_argument("--config", default="eager")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N")
+    args = parser.parse_args()
+    sizes = {name: int(size) for name, _, size in (s.partition("=") for s in args.size)}
+    with Workload(args.preset, args.device, args.tiny, sizes).warm(args.config) as forward:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        forward()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main()

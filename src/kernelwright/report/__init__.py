@@ -1,0 +1,9 @@
+"""Result files made readable: one HTML page, pictures, and what changed between two runs."""
+
+from __future__ import annotations
+
+from .comparing import Change, Comparison, compare
+from .page import page
+from .reading import Results, Unreadable, read
+
+__all__ = ["Change", "Comparison", "Results", "Unreadable", "compare", "page", "read"]

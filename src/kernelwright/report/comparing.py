@@ -1,0 +1,133 @@
+"""What changed between two runs: times, memory, bits, and rows that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .reading import Results, Unreadable
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one row says: figures where less is better, and what must not get worse."""
+
+    name: str
+    figures: dict[str, float] = field(default_factory=dict)
+    equal: bool | None = None
+    mismatches: int | None = None
+    missing: str | None = None  # why there is no figure
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row that is better or worse than before; `percent` is None where no figure moved."""
+
+    row: str
+    what: str
+    old: str
+    new: str
+    percent: float | None
+    regression: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All changes over `threshold` percent among the rows that both runs have."""
+
+    threshold: float
+    rows: int
+    changes: list[Change]
+    notes: list[str]
+
+    @property
+    def regressions(self) -> list[Change]:
+        return [c for c in self.changes if c.regression]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "regressions": len(self.regressions)}
+
+
+def compare(old: Iterable[Results], new: Iterable[Results], threshold: float) -> Comparison:
+    """Hold `new` against `old`: worse by more than `threshold` percent, or gone, is a regression.
+
+    Rows are the same when model, configuration, sizes and dtype are, or op, case, dtype and way.
+    """
+    old, new = list(old), list(new)
+    gpus = [sorted({file.environment.device for file in files}) for files in (old, new)]
+    by_gpu = max(map(len, gpus)) > 1
+    before, after = _readings(old, by_gpu), _readings(new, by_gpu)
+    common = before.keys() & after.keys()
+    if not common:
+        raise Unreadable("OLD and NEW have no row in common; give two runs of the same benchmark")
+    changes = [c for key in before if key in common for c in _changes(before[key], after[key])]
+    changes = [c for c in changes if c.percent is None or abs(c.percent) > threshold]
+    changes.sort(key=lambda c: (not c.regression, -abs(c.percent or float("inf")), c.row))
+    changes += [
+        Change(reading.name, "row", "there", "lost", None, True)
+        for key, reading in before.items()
+        if key not in common
+    ]
+    return Comparison(threshold, len(common), changes, _notes(gpus, changes))
+
+
+def _notes(gpus: list[list[str]], changes: list[Change]) -> list[str]:
+    notes = []
+    if gpus[0] != gpus[1]:
+        notes.append(f"not the same GPU: {', '.join(gpus[0])} before, {', '.join(gpus[1])} now")
+    if any(c.row.endswith(" eager") and c.what in ("ms", "GPU µs") for c in changes):
+        notes.append("eager itself changed: look at the machine before the kernels")
+    return notes
+
+
+def _readings(files: list[Results], by_gpu: bool) -> dict[tuple[Any, ...], Reading]:
+    found: dict[tuple[Any, ...], Reading] = {}
+    origin: dict[tuple[Any, ...], Results] = {}
+    for file in files:
+        device = file.environment.device
+        for row_key, reading in _rows(file):
+            key = (*row_key, device if by_gpu else None)
+            if key in found:
+                both = dict.fromkeys((str(origin[key].path), str(file.path)))
+                raise Unreadable(f"{' and '.join(both)}: {reading.name} twice; give one of them")
+            found[key], origin[key] = reading, file
+    return found
+
+
+def _rows(file: Results) -> Iterator[tuple[tuple[Any, ...], Reading]]:
+    for m in file.models:
+        known = {"ms": m.ms, "GiB": m.peak_gib}
+        figures = {what: value for what, value in known.items() if value is not None}
+        name = f"{m.title} {m.dtype} {m.config}"
+        yield m.key, Reading(name, figures, equal=m.equal, missing=m.failed)
+    for o in file.ops:
+        for way, us in o.gpu_us.items():
+            yield o.key(way), Reading(f"{o.op} {o.case} {o.dtype} {way}", {"GPU µs": us})
+    for e in file.exact:
+        name = f"{e.op} {e.chain} {e.dtype} {e.rows}×{e.width}"
+        missing = "no kernel" if e.mismatches is None else None
+        yield e.key, Reading(name, mismatches=e.mismatches, missing=missing)
+
+
+def _changes(old: Reading, new: Reading) -> Iterator[Change]:
+    if old.missing or new.missing:
+        if bool(old.missing) != bool(new.missing):
+            states = old.missing or "measured", new.missing or "measured"
+            yield Change(new.name, "result", *states, None, bool(new.missing))
+        return
+    for what in old.figures.keys() & new.figures.keys():
+        before, after = old.figures[what], new.figures[what]
+        percent = (after / before - 1) * 100 if before else 0.0
+        yield Change(new.name, what, _figure(before), _figure(after), percent, percent > 0)
+    if old.equal is not None and old.equal != new.equal:
+        words = {True: "equal", False: "no longer equal" if old.equal else "differ"}
+        yield Change(new.name, "bits", words[old.equal], words[bool(new.equal)], None, old.equal)
+    if old.mismatches != new.mismatches:
+        worse = (new.mismatches or 0) > (old.mismatches or 0)
+        counts = str(old.mismatches), str(new.mismatches)
+        yield Change(new.name, "mismatches", *counts, None, worse)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g}"

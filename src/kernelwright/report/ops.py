@@ -1,0 +1,107 @@
+"""The part of the report about ops: how near each comes to the speed of memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from .charts import Bar, Dot, Piece, bars, legend, roofline
+from .figures import roof
+from .markup import NONE, Html, joined, number, table, tag
+from .rows import OpRow
+
+
+def ops_section(rows: Sequence[OpRow]) -> list[Html]:
+    """Roofline, speed-ups, the chosen kernel of each case, and behind a fold every way."""
+    ways = {"exact": "exact, slowest chain", "fused": "chosen kernel", "compile": "torch.compile"}
+    dots = [dot for row in rows for dot in _dots(row)]
+    entries = [("roof", "copy, measured in the same run"), *ways.items(), ("eager", "eager")]
+    return [
+        tag("h5", "Bandwidth reached, against a copy of as many bytes"),
+        roofline(dots, roof(rows), "GB/s of each op over the bytes it moves, and of a copy"),
+        legend(entries),
+        tag("h5", "Exact, slowest chain: speed-up over eager, median of the cases"),
+        _op_bars(rows),
+        tag("h5", "The kernel that is chosen for each case; exact is its slowest chain"),
+        _op_table(rows),
+        tag("details", joined((tag("summary", "Every way of every case"), _way_table(rows)))),
+    ]
+
+
+def _shown(row: OpRow) -> dict[str, str]:
+    """The ways of a row that are drawn, by colour."""
+    known = {"eager": "eager", "compile": "compile", "fused": row.chosen}
+    found = {colour: way for colour, way in known.items() if way in row.gpu_us}
+    return {**found, **({"exact": row.slowest_exact} if row.slowest_exact else {})}
+
+
+def _dots(row: OpRow) -> list[Dot]:
+    return [
+        Dot(
+            row.megabytes,
+            row.bandwidth(way),
+            colour,
+            f"{row.op} {row.case} {way}: {row.bandwidth(way):.0f} GB/s",
+        )
+        for colour, way in _shown(row).items()
+    ]
+
+
+def _op_bars(rows: Sequence[OpRow]) -> Html:
+    gains: dict[str, list[float]] = {}
+    for row in rows:
+        if row.slowest_exact and "eager" in row.gpu_us:
+            gain = row.gpu_us["eager"] / row.gpu_us[row.slowest_exact]
+            gains.setdefault(row.op, []).append(gain)
+    middle = {op: statistics.median(seen) for op, seen in gains.items()}
+    lines = [
+        Bar(op, f"{gain:.2f}×", (Piece(0, gain, "exact", f"{op}: {gain:.2f}×"),))
+        for op, gain in sorted(middle.items(), key=lambda item: -item[1])
+    ]
+    return bars(lines, "speed-up of each op over eager", mark=1.0) if lines else Html("")
+
+
+def _op_table(rows: Sequence[OpRow]) -> Html:
+    """One line a case: the chosen kernel beside the others."""
+    head = ["op", "case", "chosen", "GPU µs", "host µs", "GB/s", "of copy"]
+    head += ["exact µs", "compile µs", "eager µs", "over eager"]
+    lines = []
+    for row in rows:
+        way, us = row.chosen, row.gpu_us
+        known = way in us
+        lines.append(
+            [
+                row.op,
+                row.case if row.dtype == "bfloat16" else f"{row.case} {row.dtype}",
+                way,
+                number(us.get(way), ".1f"),
+                number(row.host_us.get(way), ".1f"),
+                f"{row.bandwidth(way):.0f}" if known else NONE,
+                f"{row.share(way):.0%}" if known else NONE,
+                number(us.get(row.slowest_exact or ""), ".1f"),
+                number(us.get("compile"), ".1f"),
+                number(us.get("eager"), ".1f"),
+                f"{us['eager'] / us[way]:.2f}×" if known and "eager" in us else NONE,
+            ]
+        )
+    return table(head, lines, words=3)
+
+
+def _way_table(rows: Sequence[OpRow]) -> Html:
+    head = ["op", "case", "dtype", "way", "MB", "GPU µs", "host µs", "GB/s", "of copy"]
+    lines = [
+        [
+            row.op,
+            row.case,
+            row.dtype,
+            way,
+            f"{row.megabytes:.1f}",
+            f"{us:.1f}",
+            number(row.host_us.get(way), ".1f"),
+            f"{row.bandwidth(way):.0f}",
+            f"{row.share(way):.0%}",
+        ]
+        for row in rows
+        for way, us in row.gpu_us.items()
+    ]
+    return table(head, lines, words=4)

@@ -1,0 +1,33 @@
+"""A bar over the denoise steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+# told the name of what begins and its steps; gives what to call after each step
+Show = Callable[[str, int], Callable[[], None]]
+
+
+def show_nothing(name: str, steps: int) -> Callable[[], None]:
+    return lambda: None
+
+
+@contextmanager
+def steps_shown(console: Console, *, quiet: bool) -> Iterator[Show]:
+    """The bar is there for as long as a `with` lasts."""
+    if quiet:
+        yield show_nothing
+        return
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(name: str, steps: int) -> Callable[[], None]:
+            progress.reset(task, description=name, total=steps)
+            return lambda: progress.advance(task)
+
+        yield show

@@ -1,0 +1,101 @@
+"""The ways to run a pipeline: plain diffusers, torch.compile, injected, and all of it combined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..inject import Report, injected
+from ..inject.engine import NUMERICS
+from .settings import BadSetting
+
+
+@dataclass(frozen=True)
+class Way:
+    """`numerics` is None for plain diffusers."""
+
+    numerics: str | None = None
+    graphs: bool = False
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.numerics not in (None, *NUMERICS):
+            expected = " or ".join(NUMERICS)
+            raise BadSetting("--numerics", f"{self.numerics!r}, expected {expected}")
+        if self.graphs and self.numerics is None:
+            raise BadSetting("--graphs", "graphs come with the kernels: add exact or fused")
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether eager's bits are promised. What torch.compile touches rounds as it likes."""
+        return self.numerics != "fused" and not self.compiled
+
+    def __str__(self) -> str:
+        words = (self.numerics, self.graphs and "graphs", self.compiled and "compile")
+        return "+".join(word for word in words if word) or "eager"
+
+    @contextmanager
+    def applied(self, pipe: Any) -> Iterator[Report | None]:
+        """The pipeline runs this way for as long as a `with` lasts."""
+        with ExitStack() as stack:
+            report = None
+            if self.numerics is not None:
+                how = {"numerics": self.numerics, "graphs": self.graphs}
+                report = stack.enter_context(injected(pipe, **how))
+            if self.compiled:
+                stack.enter_context(_compiled_blocks(pipe.transformer))
+            yield report
+
+
+EAGER = Way()
+
+
+def one_way(
+    optimized: bool | None,
+    numerics: str | None = None,
+    graphs: bool = False,
+    compiled: bool = False,
+) -> Way:
+    """The way that options describe. Kernels are in unless turned off."""
+    if optimized is False and numerics is not None:
+        raise BadSetting("--numerics", "says how the kernels round, and they are turned off")
+    return Way(None if optimized is False else numerics or "exact", graphs, compiled)
+
+
+def parse_ways(text: str) -> list[Way]:
+    """Ways by name, with commas. Eager comes first whether named or not: all else is held
+    against it.
+
+    >>> [str(way) for way in parse_ways("exact+graphs,compile")]
+    ['eager', 'exact+graphs', 'compile']
+    """
+    ways = [EAGER, *(_parse(name.strip()) for name in text.split(","))]
+    return list(dict.fromkeys(ways))
+
+
+def _parse(name: str) -> Way:
+    words = name.split("+")
+    tiers = [word for word in words if word in NUMERICS]
+    known = name == "eager" or set(words) <= {*NUMERICS, "graphs", "compile"}
+    if not known or len(tiers) > 1 or len(set(words)) < len(words):
+        raise BadSetting(
+            "--config",
+            f"{name!r}, expected eager, or any of exact (or fused), graphs, compile joined by +",
+        )
+    return Way(tiers[0] if tiers else None, "graphs" in words, "compile" in words)
+
+
+@contextmanager
+def _compiled_blocks(transformer: Any) -> Iterator[None]:
+    """torch.compile by block, as diffusers recommends: one block is compiled for all."""
+    torch._dynamo.reset()
+    transformer.compile_repeated_blocks()
+    try:
+        yield
+    finally:
+        for module in transformer.modules():
+            module._compiled_call_impl = None
