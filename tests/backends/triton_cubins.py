@@ -16,15 +16,14 @@ ARCHITECTURES = ("sm_90", "sm_75", "sm_80", "sm_100")
 
 
 def wanted(arch: str) -> list[Kernel]:
-    """On Hopper the model shapes in bfloat16 and float32, elsewhere one of each op in half
-    precision; Triton has no bfloat16 on sm_75."""
-    found = kernels("triton", arch, everything=arch == "sm_90")
+    """On Hopper the model shapes in bfloat16 and the largest of each op in float32, elsewhere the
+    largest in half precision; Triton has no bfloat16 on sm_75."""
+    half = torch.float16 if arch == "sm_75" else torch.bfloat16
+    found = [k for k in kernels("triton", arch, everything=arch == "sm_90") if k.dtype == half]
     if arch == "sm_90":
-        found = (k for k in found if k.large and k.dtype != torch.float16)
-        found = (k for k in found if k.dtype == torch.bfloat16 or k.call.alignment == 16)
-    else:
-        half = torch.float16 if arch == "sm_75" else torch.bfloat16
-        found = (k for k in found if k.dtype == half)
+        found = [k for k in found if k.large]
+        largest = kernels("triton", arch, everything=False)
+        found += [k for k in largest if k.dtype == torch.float32]
     return list({signature(k): k for k in found}.values())
 
 
