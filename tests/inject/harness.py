@@ -59,7 +59,7 @@ def check_fused(model, inputs, **how):
         assert same(run(model, inputs), result)
     ratios = []
     for given in draws(inputs):
-        truth = run(wide_model, widened(given))
+        truth = run(wide_model, contract.widened(given))
         eager_error = contract.error(run(model, given), truth)
         with kw.injected(model, numerics="fused", **how):
             ratios.append(contract.error(run(model, given), truth) / eager_error)
@@ -78,12 +78,6 @@ def draws(inputs):
         else:
             other = value[:, torch.randperm(value.shape[1], generator=generator)]
         yield {**inputs, main: other}
-
-
-def widened(inputs):
-    return pytree.tree_map(
-        lambda t: t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, inputs
-    )
 
 
 def check_restored(model, inputs, expected):

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from .. import models
 from ..inject import contract, injected
+from ..inject.check import equal
 from ..inject.report import Report
 from ..profiling.categories import split
 from ..profiling.record import record
@@ -104,7 +105,7 @@ def _measure(
         second = time.perf_counter() - begin
         result = run(**inputs)
         row: dict[str, Any] = {
-            "equal": _equal(result, expected),
+            "equal": equal(result, expected),
             "error": None if truth is None else contract.error(result, truth),
             "eager_error": eager_error,
             "first_s": first,
@@ -171,21 +172,12 @@ def _check(config: str, tier: str | None, row: dict[str, Any], rows: int) -> Non
 
 
 def _truth(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """The result of the same weights in float32, kept on the CPU's side of memory."""
-
-    def wide(t: Any) -> Any:
-        return t.float() if isinstance(t, Tensor) and t.is_floating_point() else t
-
+    """The result of the same weights in float32."""
     twin = nn.Module.float(copy.deepcopy(model))
-    truth = twin(**pytree.tree_map(wide, inputs))
+    truth = twin(**contract.widened(inputs))
     del twin
     _fresh()
     return truth
-
-
-def _equal(a: Any, b: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:

@@ -42,9 +42,10 @@ def models(folder: Path) -> str:
     by_speed = sorted(files, key=lambda f: -_speed(f["rows"]))
     lines += [_line(file["rows"]) for file in by_speed]
     environment = files[0]["environment"]
+    commits = sorted({file["environment"]["commit"][:7] for file in files})
     note = (
         f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}, "
-        f"random weights; = means `torch.equal` to eager."
+        f"random weights, commit {', '.join(commits)}; = means `torch.equal` to eager."
     )
     return "\n".join([*lines, "", note])
 

@@ -31,7 +31,7 @@ def errors(
     if not _here(module):
         return {}
     with torch.no_grad(), eagerly():
-        wide = _widened((args, kwargs))
+        wide = widened((args, kwargs))
         twin = copy.deepcopy(module).float()
         truth = eager(twin, *wide[0], **wide[1])
         return {"error": error(result, truth), "eager_error": error(expected, truth)}
@@ -63,7 +63,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _widened(tree: Any) -> Any:
+def widened(tree: Any) -> Any:
+    """The same inputs with every floating tensor in float32."""
     return pytree.tree_map(
         lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, tree
     )
