@@ -60,6 +60,8 @@ def problem(backend: str, device: torch.device, dtype: torch.dtype) -> str | Non
     """Why this backend cannot run here, or None if it can."""
     if backend == "triton":
         from . import triton as chosen
+    elif backend == "aot":
+        from . import aot as chosen  # type: ignore[no-redef]
     else:
         from . import cuda as chosen  # type: ignore[no-redef]
     return chosen.problem(device, dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import struct
 import threading
@@ -44,6 +45,7 @@ def problem(device: torch.device, dtype: torch.dtype) -> str | None:
 class CudaLaunch:
     """`template(args)` of `source` with `block` threads over `grid`.
 
+    `source` is relative to this package, or the whole path of a header of another package.
     Kernels take one struct: the pointers first, then `scalars` packed by `layout` (struct module
     letters, native alignment), so a hot launch rewrites only the pointers.
     """
@@ -67,7 +69,7 @@ class CudaLaunch:
     def code(self) -> str:
         """The whole translation unit: the op's header and one entry point."""
         return (
-            f'#include "{self.source}"\n'
+            f'#include "{self.source}"{_edition(self.source)}\n'
             f'extern "C" __global__ void __launch_bounds__({self.block})\n'
             f"{self.entry}(const __grid_constant__ {self.arguments} args) "
             f"{{ {self.template}(args); }}\n"
@@ -167,6 +169,17 @@ def include_paths() -> tuple[str, ...]:
     if (Path(home) / "include/cuda_bf16.h").is_file():
         found.append(Path(home) / "include")
     return tuple(str(p) for p in found[:1])
+
+
+def _edition(source: str) -> str:
+    """A comment that changes with the headers beside a source of another package: ours are part of
+    every cache key, theirs are not."""
+    if not os.path.isabs(source):
+        return ""
+    digest = hashlib.sha256()
+    for header in sorted(Path(source).parent.glob("*.cuh")):
+        digest.update(header.read_bytes())
+    return f"  // {digest.hexdigest()[:16]}"
 
 
 def headers() -> dict[str, str]:

@@ -152,4 +152,5 @@ _TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
 }

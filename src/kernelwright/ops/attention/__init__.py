@@ -41,8 +41,9 @@ def attention(
             both hold.
         exact: "torch" is F.scaled_dot_product_attention itself, with the kernel PyTorch picks.
         backend: "cudnn", "flash", "efficient" or "math" (PyTorch's kernels), "fa4" (flash-attn-4),
-            "triton" (ours), "torch" (PyTorch's pick); None takes the one of `use_backend`, or the
-            one that `choice.py` holds for the fastest. A named one runs or raises.
+            "triton" (ours), "hub" (see `hub.use`), "torch" (PyTorch's pick); None takes the one of
+            `use_backend`, or the one that `choice.py` holds for the fastest. A named one runs or
+            raises.
 
     Gradients come from PyTorch's kernels; "triton" and "fa4" run forward on their own kernel and,
     for the gradient, once more through PyTorch's.
@@ -111,6 +112,11 @@ def _kept(
 
 
 _choices: dict[Any, str] = {}
+
+
+def forget() -> None:
+    """Drop every choice, after what they were made from has changed."""
+    _choices.clear()
 
 
 def _checked(

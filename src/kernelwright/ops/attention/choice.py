@@ -22,7 +22,7 @@ from ..selection import Choice
 from . import limits
 from .limits import Request
 
-BACKENDS = ("auto", "torch", "triton", "cudnn", "flash", "efficient", "math", "fa4")
+BACKENDS = ("auto", "torch", "triton", "cudnn", "flash", "efficient", "math", "fa4", "hub")
 
 # tokens (queries and keys both) from which flash-attn-4 beats cuDNN on an H200
 # head_dim 64: 16% more time at 2,688 tokens, 12% less at 4,429
@@ -61,6 +61,8 @@ def choose(request: Request, backend: str = "auto") -> Choice:
         if reason:
             raise ValueError(f"attention: backend {backend!r} cannot run this: {reason}")
         return Choice(backend, "asked for by name")
+    if not (request.grad or request.mask_grad) and limits.problem("hub", request) is None:
+        return Choice("hub", "a kernel from the Hub serves attention")
     if request.device.type != "cuda":
         return Choice("torch", f"tensors on {request.device.type}: PyTorch's own")
     refused: list[str] = []

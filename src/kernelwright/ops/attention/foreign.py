@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import library
+from .. import library, served
 from ..op import MAX_PLANS
 from ..plan import Call
 from ..signature import PLAIN
@@ -32,7 +32,7 @@ def run(
     causal: bool,
     backend: str,
 ) -> Tensor:
-    """Attention on the named kernel, "triton" or "fa4"."""
+    """Attention on the named kernel: "triton", "fa4" or "hub"."""
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     plain = all(type(t) in PLAIN for t in tensors)
@@ -51,6 +51,11 @@ def allocate(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 def _run_kernel(*values: Any) -> Tensor:
     *args, backend = values
+    if backend == "hub":
+        server = served.server("attention")
+        if server is None:
+            raise ValueError("attention: the kernel from the Hub that served it was let go")
+        return server.run(*args)
     return (_run_triton if backend == "triton" else _run_fa4)(*args)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ... import backends
+from .. import served
 from ..selection import given
 from .launch import MAX_HEAD_DIM
 
@@ -45,6 +46,8 @@ def problem(name: str, r: Request) -> str | None:
         return None
     if name == "triton":
         return _triton_problem(r)
+    if name == "hub":
+        return hub_problem(r)
     if r.device.type != "cuda":
         return f"tensors are on {r.device.type}, it needs a CUDA GPU"
     if name == "efficient":
@@ -136,6 +139,14 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 @given
 def fa4_installed() -> bool:
     return _fa4_installed()
+
+
+@given
+def hub_problem(r: Request) -> str | None:
+    server = served.server("attention")
+    if server is None:
+        return "no kernel from the Hub serves attention (kernelwright.hub.use)"
+    return server.problem(r)
 
 
 _capability = functools.lru_cache(torch.cuda.get_device_capability)

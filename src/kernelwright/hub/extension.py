@@ -1,0 +1,226 @@
+"""The kernels compiled ahead of time: which instances, their source project, and their Hub variant.
+
+`hub/ltx-kernels` holds what is written by hand. What follows from the ops is written when it is
+built: the list of instances, which are the launches that the declared cases need, and the `.cuh`
+files themselves, copied from the package so that there is one text of each kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..backends import HOPPER, Unsupported
+from ..ops.case import Inputs
+from ..ops.op import Op, registry
+from ..ops.plan import Call
+from . import package
+
+if TYPE_CHECKING:
+    from ..backends.cuda import CudaLaunch
+
+CASES = ("models", "all")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ARCHS = ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0")
+# what is written by hand, from the project's folder
+WRITTEN = ("build.toml", "flake.nix", "CARD.md", "torch-ext", "cuda", "benchmarks", "tests")
+
+# kernel-builder brings a header of this name; without it, this one does the same
+REGISTRATION = """#pragma once
+#include <Python.h>
+#include <torch/library.h>
+
+// the macro that is the extension's name, replaced by that name before torch's macros see it
+#define TORCH_LIBRARY_EXPAND(name, ops) TORCH_LIBRARY(name, ops)
+#define LTX_JOINED(a, b) a##b
+#define LTX_JOIN(a, b) LTX_JOINED(a, b)
+#define LTX_QUOTED(a) #a
+#define LTX_QUOTE(a) LTX_QUOTED(a)
+
+// an empty Python module: importing it loads the library, which registers the ops
+#define REGISTER_EXTENSION(name)                                                          \\
+  PyMODINIT_FUNC LTX_JOIN(PyInit_, name)() {                                              \\
+    static PyModuleDef module = {PyModuleDef_HEAD_INIT, LTX_QUOTE(name), nullptr, 0, nullptr, \\
+                                 nullptr, nullptr, nullptr, nullptr};                     \\
+    return PyModule_Create(&module);                                                      \\
+  }
+"""
+
+COMPILED_OPS = '''"""The torch.ops namespace of this edition, with its compiled kernels."""
+
+from pathlib import Path
+
+import torch
+
+NAMESPACE = "{id}"
+ops = getattr(torch.ops, "{namespace}")
+if not hasattr(ops, "launch"):  # another package may have brought the same library
+    torch.ops.load_library(str(Path(__file__).parent / "{library}"))
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """The full name of an op of this package."""
+    return f"{{NAMESPACE}}::{{op_name}}"
+'''
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a build needs: the library's name, which is its torch.ops namespace, and its sources."""
+
+    name: str
+    sources: tuple[Path, ...]
+    includes: tuple[Path, ...]
+    archs: tuple[str, ...]
+
+    @property
+    def nvcc_flags(self) -> tuple[str, ...]:
+        numbers = [a.replace(".", "") for a in self.archs]
+        codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+        return ("-O3", "--threads", "0", *codes)
+
+
+def plan(project: Path, out: Path, cases: str = "models") -> Extension:
+    """Write the whole source project to `out` and say what to compile."""
+    written = export(project, out, cases)
+    text = {str(p.relative_to(out)): p.read_text() for p in written if p.suffix != ".md"}
+    name = package.identity(text, "aot")
+    sources = (*sorted((out / "cuda").glob("*.cu")), out / "torch-ext" / "torch_binding.cpp")
+    return Extension(name, sources, (out / "cuda", out / "include", out / "torch-ext"), archs())
+
+
+def export(project: Path, out: Path, cases: str = "models") -> list[Path]:
+    """The source project as kernel-builder takes it: nothing in it reaches outside its folder."""
+    if not (project / "build.toml").is_file():
+        raise ValueError(f"{project} has no build.toml; name hub/ltx-kernels of a checkout")
+    files: dict[str, str] = {}
+    for name in WRITTEN:
+        place = project / name
+        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                files[str(file.relative_to(project))] = file.read_text()
+    for path, text in package.sources().items():
+        if path.endswith(".cuh"):
+            files[f"include/{path}"] = text
+        files[f"torch-ext/{package.PYTHON_NAME}/{path}"] = text
+    files[f"torch-ext/{package.PYTHON_NAME}/__init__.py"] = package.INIT
+    files["torch-ext/registration.h"] = REGISTRATION
+    for family, listed in instances(cases).items():
+        if f"cuda/{family}.cu" not in files:
+            raise ValueError(
+                f"ops/{family}/cuda.cuh has no cuda/{family}.cu in {project}: write one like "
+                f"cuda/row.cu, and add it to instances.h, torch_binding.cpp and build.toml"
+            )
+        files[f"cuda/{family}.inc"] = listing(listed)
+    return [_write(out / path, text) for path, text in files.items()]
+
+
+def instances(cases: str = "models") -> dict[str, list[CudaLaunch]]:
+    """The kernels by family: those of the large cases, which are the shapes of models, in each
+    dtype and exact mode; with "all" those of every case."""
+    if cases not in CASES:
+        raise ValueError(f"cases are {cases!r}, expected one of {CASES}")
+    found: dict[str, dict[str, CudaLaunch]] = {}
+    for op in registry().values():
+        if not isinstance(op, Op) or "cuda" not in op.backends:
+            continue
+        for case in op.cases:
+            if case.large or cases == "all":
+                for dtype in DTYPES:
+                    for launch in launches(op, case.arguments(Inputs(dtype, "meta"))):
+                        if os.path.isabs(launch.source):
+                            continue  # an op of another package
+                        family = Path(launch.source).parent.name
+                        found.setdefault(family, {}).setdefault(launch.template, launch)
+    return {family: [each[t] for t in sorted(each)] for family, each in sorted(found.items())}
+
+
+def launches(op: Op, arguments: Mapping[str, Any]) -> Iterator[CudaLaunch]:
+    """What the cuda backend launches for these arguments, free and in each exact mode. Tensors
+    that begin inside their storage are launched as aligned ones first, then as they are."""
+    args = [arguments[n] for n in op.arguments]
+    args = [a.contiguous() if isinstance(a, Tensor) and _gaps(a) else a for a in args]
+    outs = op.allocate(*args)
+    if all(o.numel() == 0 for o in outs):
+        return
+    values = dict(zip((*op.arguments, *op.outputs), (*args, *outs), strict=True))
+    bits = 16
+    for t in values.values():
+        if isinstance(t, Tensor):
+            bits |= int(t.storage_offset()) * t.element_size() % 16
+    for exact in (None, *op.exact):
+        for alignment in sorted({16, bits & -bits}, reverse=True):
+            call = Call(values, op=op.name, exact=exact, target=HOPPER, alignment=alignment)
+            try:
+                yield op.kernels.cuda(call)  # type: ignore[misc]
+            except Unsupported:
+                continue
+
+
+def listing(listed: Sequence[CudaLaunch]) -> str:
+    """A family's instances, as its .cu file includes them."""
+    lines = [f"INSTANCE({i}, {each.block}, {each.template})" for i, each in enumerate(listed)]
+    return "\n".join(lines) + "\n"
+
+
+def archs() -> tuple[str, ...]:
+    """Compute capabilities to build for: TORCH_CUDA_ARCH_LIST, or all that nvcc knows of ours."""
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if asked:
+        return tuple(re.findall(r"\d+\.\d", asked))
+    nvcc = compiler()
+    if nvcc is None:
+        raise ValueError("nvcc was not found: install the CUDA toolkit, or set CUDA_HOME")
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
+    known = listed.stdout.split()
+    return tuple(a for a in ARCHS if f"sm_{a.replace('.', '')}" in known)
+
+
+def compiler() -> str | None:
+    """nvcc of CUDA_HOME, of the PATH, or where toolkits usually lie."""
+    places = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    named = [str(Path(p) / "bin" / "nvcc") for p in places if p]
+    return next((p for p in (named[0], shutil.which("nvcc"), *named) if p and _runs(p)), None)
+
+
+def assemble(library: Path, out: Path, made: Extension) -> Path:
+    """The Hub variant around a built library: what `build` writes, and the kernels."""
+    torch_version = "".join(torch.__version__.split(".")[:2])
+    cuda = (torch.version.cuda or "").replace(".", "")
+    system = platform.system().lower()
+    variant = f"torch{torch_version}-cxx11-cu{cuda}-{platform.machine()}-{system}"
+    files = package.sources()
+    name = package.identity(files, f"torch{torch_version}_cu{cuda}")
+    place = out / variant
+    package.write(place, files, "cuda", variant)
+    shutil.copy2(library, place / library.name)
+    operators = COMPILED_OPS.format(id=name, library=library.name, namespace=made.name)
+    (place / "_ops.py").write_text(operators)
+    (place / "metadata.json").write_text(package.metadata(name, "cuda", made.archs))
+    return place
+
+
+def _runs(path: str) -> bool:
+    return os.access(path, os.X_OK)
+
+
+def _gaps(t: Tensor) -> bool:
+    return t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # an unchanged file keeps its time, so a build compiles what changed and nothing else
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
+    return path

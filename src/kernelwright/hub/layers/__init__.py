@@ -1,0 +1,48 @@
+"""Layers of the Hub kernel `ltx-kernels`, for `kernels.kernelize`.
+
+Each has no state and no constructor: `kernelize` puts its `forward` on a module of the model, whose
+own weights it reads. They compute in float32 and round once. What a kernel cannot stand for (an
+adapter, a hook, another class, mixed dtypes) runs as the module itself would.
+"""
+
+from .adaptive import (
+    AdaLayerNorm,
+    AdaLayerNormContinuous,
+    AdaLayerNormZero,
+    AdaLayerNormZeroSingle,
+    SD35AdaLayerNormZeroX,
+)
+from .gated import (
+    GEGLU,
+    GEGLUMLP,
+    GeluAndMul,
+    GeluTanhAndMul,
+    SiluAndMul,
+    SwiGLU,
+    SwiGLUMLP,
+)
+from .ltx import LTXAttention, LTXVideoTransformerBlock
+from .norms import DiffusersRMSNorm, LayerNorm, RMSNorm, TorchRMSNorm
+from .rotary import RotaryPosEmb
+
+__all__ = [
+    "GEGLU",
+    "GEGLUMLP",
+    "AdaLayerNorm",
+    "AdaLayerNormContinuous",
+    "AdaLayerNormZero",
+    "AdaLayerNormZeroSingle",
+    "DiffusersRMSNorm",
+    "GeluAndMul",
+    "GeluTanhAndMul",
+    "LTXAttention",
+    "LTXVideoTransformerBlock",
+    "LayerNorm",
+    "RMSNorm",
+    "RotaryPosEmb",
+    "SD35AdaLayerNormZeroX",
+    "SiluAndMul",
+    "SwiGLU",
+    "SwiGLUMLP",
+    "TorchRMSNorm",
+]

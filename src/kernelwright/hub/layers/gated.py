@@ -1,0 +1,114 @@
+"""Gated units and the feed-forwards around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...ops.glu import geglu, silu_mul, swiglu
+from ...ops.linear import linear_gelu
+
+
+class SwiGLUMLP(nn.Module):
+    """LlamaMLP and its twins: down(SiLU(gate(x)) * up(x))."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    act_fn: Any
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if type(self.act_fn).__name__ in ("SiLU", "SiLUActivation") and gate.dtype == up.dtype:
+            return self.down_proj(silu_mul(gate, up))
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class GEGLU(nn.Module):
+    """diffusers.models.activations.GEGLU: first * GELU(second) of a projection."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    proj: Any
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return geglu(self.proj(hidden_states), approximate=False)
+
+
+class SwiGLU(nn.Module):
+    """diffusers.models.activations.SwiGLU: first * SiLU(second) of a projection."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    proj: Any
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return swiglu(self.proj(hidden_states), gate="second")
+
+
+class GEGLUMLP(nn.Module):
+    """diffusers.models.attention.FeedForward: an activated or gated projection, then a Linear."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    net: Any
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        first, *rest = self.net
+        for layer in (lambda x: activated(first, x), *rest):
+            hidden_states = layer(hidden_states)
+        return hidden_states
+
+
+class SiluAndMul(nn.Module):
+    """SiLU(first) * second"""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
+
+
+class GeluAndMul(nn.Module):
+    """GELU(first) * second, the erf form"""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return geglu(x, approximate=False, gate="first")
+
+
+class GeluTanhAndMul(nn.Module):
+    """GELU(first) * second, the tanh form"""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return geglu(x, approximate=True, gate="first")
+
+
+def activated(first: Any, x: Tensor) -> Tensor:
+    """What the first part of a FeedForward does, in fewer passes where it is a known one."""
+    place, name = type(first).__module__, type(first).__name__
+    proj: Any = getattr(first, "proj", None)
+    # an adapter around the Linear, or a hook on it, wants to be called
+    bare = type(proj) is nn.Linear and not (proj._forward_hooks or proj._forward_pre_hooks)
+    if place != "diffusers.models.activations" or not bare:
+        return first(x)
+    if name == "GEGLU":
+        return geglu(proj(x), approximate=False)
+    if name == "SwiGLU":
+        return swiglu(proj(x), gate="second")
+    if name == "GELU":
+        return linear_gelu(x, proj.weight, proj.bias, approximate=first.approximate == "tanh")
+    return first(x)
