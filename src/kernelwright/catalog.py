@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -103,26 +104,27 @@ def _exact_text(e: Entry) -> str:
     return f"{asks}: torch.equal to that eager chain (cuda backend; on the CPU the chain itself)"
 
 
+def public(op: Op | Composite) -> Callable[..., Any]:
+    """The function a caller knows an op by: ours, or that of the package which declares it."""
+    if isinstance(op, Op) and not hasattr(kernelwright, op.name):
+        return getattr(sys.modules[op.check.__module__], op.name, op.reference)
+    return getattr(kernelwright, op.name, op.reference)
+
+
 def _entry(op: Op | Composite) -> Entry:
-    function: Callable[..., Any] = getattr(kernelwright, op.name, op.reference)
+    function = public(op)
     return Entry(
         name=op.name,
         formula=op.formula,
         signature=f"{op.name}{_signature(function)}",
         doc=inspect.getdoc(function) or "",
-        backends=_backends(op),
+        backends=op.backends,
         exact=tuple(op.exact),
         dtypes=tuple(n for n in map(_name, checks.DTYPES) if n in SHORT),
         inplace="inplace" in inspect.signature(function).parameters,
         cases=tuple(c.name for c in op.cases if not c.large),
         large_cases=tuple(c.name for c in op.cases if c.large),
     )
-
-
-def _backends(op: Op | Composite) -> tuple[str, ...]:
-    if isinstance(op, Composite):
-        return op.backends
-    return ("torch", *(b for b in ("triton", "cuda") if hasattr(op.kernels, b)))
 
 
 def _signature(function: Callable[..., Any]) -> str:

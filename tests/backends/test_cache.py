@@ -1,7 +1,6 @@
 """Kernels on disk: whole or absent, private, and never in the way."""
 
 import errno
-import multiprocessing
 import os
 import stat
 import threading
@@ -9,6 +8,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from processes import forked
 
 from kernelwright.backends import cache as kept
 from kernelwright.backends import cuda
@@ -198,7 +198,7 @@ class TestCompiling:
         assert files(cache) == [next(iter(files(cache)))]
 
     def test_processes_that_need_the_same_kernel_all_get_it(self, cache):
-        context = multiprocessing.get_context("spawn")
+        context = forked()
         together = context.Barrier(3)
         with context.Pool(3, _start, (str(cache.folder), together)) as pool:
             cubins = pool.map(_compile, range(3), chunksize=1)

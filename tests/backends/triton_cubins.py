@@ -12,19 +12,37 @@ import sys
 import torch
 from planned import TARGETS, Kernel, kernels
 
+from kernelwright.ops.attention import foreign, launch
+from kernelwright.ops.plan import Call
+
 ARCHITECTURES = ("sm_90", "sm_75", "sm_80", "sm_100")
 
 
 def wanted(arch: str) -> list[Kernel]:
-    """On Hopper the model shapes in bfloat16 and the largest of each op in float32, elsewhere the
-    largest in half precision; Triton has no bfloat16 on sm_75."""
+    """On Hopper the model shapes in bfloat16, the largest of each op in float32 and one of each op
+    for unaligned addresses; elsewhere the largest in half precision, on sm_75 without bfloat16."""
     half = torch.float16 if arch == "sm_75" else torch.bfloat16
-    found = [k for k in kernels("triton", arch, everything=arch == "sm_90") if k.dtype == half]
+    found = [k for k in kernels("triton", arch, everything=False) if k.dtype == half]
+    dtypes = [half]
     if arch == "sm_90":
-        found = [k for k in found if k.large]
+        found = [k for k in kernels("triton", arch, everything=True) if k.dtype == half and k.large]
+        unaligned = {k.call.op: k for k in found if k.launch.alignment < 16}
+        found = [k for k in found if k.launch.alignment == 16] + list(unaligned.values())
         largest = kernels("triton", arch, everything=False)
         found += [k for k in largest if k.dtype == torch.float32]
+        dtypes.append(torch.float32)
+    found += [attention(arch, dtype) for dtype in dtypes]
     return list({signature(k): k for k in found}.values())
+
+
+def attention(arch: str, dtype: torch.dtype) -> Kernel:
+    """It is made of other libraries' kernels too, so no op declares this one."""
+    query = torch.empty(1, 8, 512, 64, dtype=dtype, device="meta")
+    out = foreign.allocate(query, query, query)
+    values = {"query": query, "key": query, "value": query, "mask": None, "out": out}
+    values |= {"scale": None, "causal": False}
+    call = Call(values, op="attention", exact=None, target=TARGETS[arch])
+    return Kernel(f"attention {dtype}", launch.plan(call), call, dtype, large=True)
 
 
 def signature(k: Kernel) -> tuple[object, ...]:

@@ -1,10 +1,6 @@
 """Attention beyond what its declaration is held to: masks, strides, lengths, graphs, gradients."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +8,6 @@ import torch.nn.functional as F
 from numerics import as_good_as_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import kernelwright
 from kernelwright.backends import Target, Unsupported
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops import attention
@@ -296,39 +291,6 @@ def test_tiles_fit_every_gpu():
                         assert queries > 16 or tile.rows == 16
 
 
-CUBINS = """
-import sys, torch, triton, subprocess, tempfile, pathlib, re
-sys.path.insert(0, sys.argv[1])
-from test_attention import planned
-tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-for capability, dtype in ((75, torch.float16), (80, torch.bfloat16), (90, torch.bfloat16),
-                          (100, torch.bfloat16), (90, torch.float32)):
-    q = torch.empty(1, 8, 512, 64, dtype=dtype, device="meta")
-    plan, values = planned(q, q, q, capability=divmod(capability, 10))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(plan.cubin(values, capability).asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    print(capability, dtype, "stack", re.search(r"STACK:(\\d+)", usage.stdout)[1])
-"""
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_for_every_gpu_without_spilling():
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    package = Path(kernelwright.__file__).parents[1]
-    tests = Path(__file__).parents[1]
-    env["PYTHONPATH"] = os.pathsep.join([str(package), str(tests)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CUBINS, str(Path(__file__).parent)],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 5
-    assert all(line.endswith("stack 0") for line in lines), done.stdout
-
-
 def test_flash_attn_4_is_called_as_it_wants_to_be(monkeypatch):
     """Its layout is [B, S, H, D], and it returns the logsumexp too."""
     seen = {}
@@ -347,10 +309,11 @@ def test_flash_attn_4_is_called_as_it_wants_to_be(monkeypatch):
     assert seen == {"shape": (2, 6, 4, 8), "scale": 0.5, "causal": True}
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_it_compiles_to_one_graph_with_the_bits_of_eager(backend, dynamic):
+def test_it_compiles_to_one_graph_with_the_bits_of_eager(backend):
     torch._dynamo.reset()
+    # auto and triton as a model of varying length compiles them, the others as one of fixed length
+    dynamic = backend in ("auto", "triton")
 
     def run(query, key, value, mask):
         return attention(query, key, value, mask, causal=True, backend=backend)

@@ -6,6 +6,7 @@ from declared import DTYPES, OPS, every_case, every_op, full, tensors
 from numerics import as_good_as_eager, as_tuple, hold_case, in_eager, in_float64
 
 from kernelwright.backends.triton import interpreting
+from kernelwright.checking import promises
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import registry
 
@@ -41,34 +42,9 @@ def test_inplace_writes_what_the_call_returns_where_the_input_lies(op, case, dty
 
 
 @quiet
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 @every_op(TRITON)
-def test_a_bad_row_stays_in_its_row(op, bad):
-    case = full(op)
-    clean = case.arguments(Inputs(torch.float32))
-    expected = as_tuple(op.call(clean, backend="triton"))
-    for name in rowwise(clean, expected[0]):
-        arguments = clean | {name: clean[name].clone()}
-        row = (0,) * min(2, clean[name].ndim - 1)
-        arguments[name][row] = bad
-        got = op.call(arguments, backend="triton")
-        as_good_as_eager(got, in_float64(op, arguments), in_eager(op, arguments))
-        changed = False
-        for g, e in zip(as_tuple(got), expected, strict=True):
-            others = torch.ones(g.shape, dtype=torch.bool)
-            others[row] = False
-            assert torch.equal(g[others], e[others]), f"{name}: another row changed"
-            changed |= not torch.equal(g[row], e[row])
-        assert changed, f"{name}: the row itself did not change"
-
-
-def rowwise(arguments, out):
-    """Tensor arguments that have a row for each row of the output."""
-    return [
-        name
-        for name, t in tensors(arguments).items()
-        if t.ndim > 1 and t.shape[:-1] == out.shape[:-1]
-    ]
+def test_a_bad_row_stays_in_its_row(op):
+    promises.bad_row(op, "triton", "cpu")
 
 
 @quiet

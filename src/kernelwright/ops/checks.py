@@ -72,6 +72,11 @@ def choice(op: str, name: str, value: Any, accepted: Sequence[Any]) -> None:
         raise ValueError(f"{op}: {name} is {value!r}, expected one of {tuple(accepted)}")
 
 
+def finite(op: str, name: str, value: Any) -> None:
+    if not (isinstance(value, int | float) and math.isfinite(value)):
+        raise ValueError(f"{op}: {name} is {value!r}, expected a finite number")
+
+
 def outputs(
     op: str,
     names: Sequence[str],

@@ -16,7 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .op import Op
 
-NAMESPACE = "kernelwright"
+# the name of the package: a Hub package is a copy of this folder under a name of its own
+NAMESPACE = __name__.partition(".")[0]
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # every op also takes the chain to reproduce and the backend, so that a graph keeps both; an empty
 # backend is the one of the `use_backend` around the graph when it runs

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Launch, Unsupported
-from . import checks, library, selection
+from . import checks, library, plugins, selection, served
 from .case import Case, Sized
 from .plan import Call, How, LaunchPlan, Plan, eager_plan
 from .selection import BACKENDS, Choice, use_backend
@@ -47,7 +47,8 @@ class Op:
     """One op. `schema` is a torch.library schema; `exact` maps names to the eager chains whose bits
     the CUDA kernels reproduce; `allocate` makes the outputs for given inputs; `sized` makes inputs
     of any number of rows and width, for the table of exact widths; `prefer` is the order in which
-    backends are tried on a GPU, by measurement, or a function of the arguments that gives it."""
+    backends are tried on a GPU, by measurement, or a function of the arguments that gives it. An
+    `internal` op is a step of another one: it has no public function, and is not listed."""
 
     name: str
     schema: str
@@ -63,6 +64,7 @@ class Op:
     inplace: tuple[str, ...] = ()
     prefer: tuple[str, ...] | Callable[..., tuple[str, ...]] = ("triton", "cuda")
     backends: tuple[str, ...] = ("torch", "triton", "cuda")
+    internal: bool = False
 
     def __post_init__(self) -> None:
         arguments = library.arguments(self.schema)
@@ -71,7 +73,8 @@ class Op:
         self._plans: dict[Any, Plan] = {}
         self.library_op = library.register(self)
         self.inplace_op = library.register_inplace(self) if self.inplace else None
-        _registry[self.name] = self
+        if not self.internal:
+            _registry[self.name] = self
 
     def __call__(
         self,
@@ -170,6 +173,10 @@ class Op:
         given = self.validate(args, out, exact, backend, inplace)
         choice = self.choose(args, exact, backend)
         how = How(exact, choice.backend, inplace, strict=backend != "auto")
+        if choice.backend == "hub":
+            server = served.server(self.name)
+            assert server is not None
+            return eager_plan(self, how, server.run)
         if choice.backend == "torch":
             self._refuse_promotion(args, exact)
             return eager_plan(self, how)
@@ -232,9 +239,12 @@ class Op:
 
     def choose(self, args: tuple[Any, ...], exact: str | None, backend: str = "auto") -> Choice:
         """The backend that runs this call, and why."""
+        from_hub = served.choose(self.name, args, exact, backend)
+        if from_hub is not None:
+            return from_hub
         tensor = next(a for a in args if isinstance(a, Tensor))
         order = self.prefer(*args) if callable(self.prefer) else self.prefer
-        return selection.choose(self.name, order, tensor.device, tensor.dtype, exact, backend)
+        return self._choose(order, tensor.device, tensor.dtype, exact, backend)
 
     def choose_for(
         self,
@@ -245,7 +255,29 @@ class Op:
     ) -> Choice:
         """The backend for tensors of this device and dtype, and why."""
         order = ("triton", "cuda") if callable(self.prefer) else self.prefer
+        return self._choose(order, device, dtype, exact, backend)
+
+    def _choose(
+        self,
+        order: tuple[str, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        exact: str | None,
+        backend: str,
+    ) -> Choice:
+        """Among the backends that this op has a kernel for."""
+        kind = "cuda" if backend == "aot" else backend
+        if kind in ("triton", "cuda") and kind not in self.backends:
+            has = ", ".join(self.backends)
+            raise ValueError(f"{self.name}: backend {backend!r}: this op has {has}")
+        if exact and backend == "auto" and "cuda" not in self.backends:
+            return Choice("torch", "the eager chain itself: no kernel of this op keeps its bits")
+        order = tuple(b for b in order if b in self.backends)
         return selection.choose(self.name, order, device, dtype, exact, backend)
+
+    def forget(self) -> None:
+        """Drop every plan, after what they were made from has changed."""
+        self._plans.clear()
 
 
 @dataclass(eq=False)
@@ -285,5 +317,6 @@ def _signatures(out: Any) -> tuple[Any, ...]:
 
 
 def registry() -> dict[str, Op | Composite]:
-    """Every declared op by name."""
+    """Every declared op by name, those of other packages included."""
+    plugins.load()
     return dict(sorted(_registry.items()))

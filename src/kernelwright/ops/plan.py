@@ -53,9 +53,10 @@ class How:
     strict: bool
 
 
-def eager_plan(op: Op, how: How) -> Plan:
-    """Run the reference, or the eager chain that `exact` names."""
-    function = op.exact[how.exact] if how.exact else op.reference
+def eager_plan(op: Op, how: How, function: Callable[..., Any] | None = None) -> Plan:
+    """Run `function`, by default the reference, or the eager chain that `exact` names."""
+    if function is None:
+        function = op.exact[how.exact] if how.exact else op.reference
 
     def run(args: tuple[Any, ...], out: Any) -> Any:
         if how.inplace:
@@ -113,7 +114,7 @@ class LaunchPlan:
         device = next(a.device for a in args if isinstance(a, Tensor))
         target = Target.of(device)
         call = Call(values, op=op.name, exact=how.exact, target=target, alignment=alignment)
-        launch: Launch = getattr(op.kernels, how.backend)(call)
+        launch = _launch(op, how.backend, call)
         chosen = itemgetter(
             *(names.index(n) for n in launch.pointers if n and values[n] is not None)
         )
@@ -191,6 +192,16 @@ class LaunchPlan:
             plan = self.op.launch_plan(args, outs, self.how, alignment)
             self.realigned[alignment] = plan
         return plan(args, outs if len(outs) > 1 else outs[0])
+
+
+def _launch(op: Op, backend: str, call: Call) -> Launch:
+    """What to launch; a kernel compiled ahead of time is launched as a CUDA one is."""
+    if backend != "aot":
+        return getattr(op.kernels, backend)(call)
+    from ..backends import aot
+
+    cuda: Any = op.kernels.cuda(call)
+    return aot.compiled(cuda)
 
 
 def _gaps(t: Tensor) -> bool:

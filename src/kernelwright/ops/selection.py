@@ -13,7 +13,7 @@ import torch
 
 from .. import backends
 
-BACKENDS = ("auto", "torch", "triton", "cuda")
+BACKENDS = ("auto", "torch", "triton", "cuda", "aot", "hub")
 
 current: ContextVar[str] = ContextVar("kernelwright_backend", default="auto")
 # Dynamo cannot trace a ContextVar: a graph either sits inside `use_backend`, which then is on this
@@ -24,7 +24,7 @@ SURROUNDING = ""
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Run every op in the block on one backend: "auto", "torch", "triton" or "cuda".
+    """Run every op in the block on one backend: "auto", "torch", "triton", "cuda", "aot" or "hub".
 
     >>> with use_backend("torch"):
     ...     y = rmsnorm(torch.ones(1, 2))
@@ -97,7 +97,7 @@ def choose(
     if device.type != "cuda":
         return Choice("torch", f"tensors on {device.type}: plain PyTorch")
     problems: list[str] = []
-    for name in ("cuda",) if exact else prefer:
+    for name in ("cuda", "aot") if exact else prefer:
         problem = _problem(name, device, dtype, exact)
         if problem is None:
             why = "keeps the bits of eager" if exact else "fastest measured for this op"

@@ -36,6 +36,20 @@ def _case(
     return arguments
 
 
+def in_float32(arguments: Any) -> Any:
+    """The same with its modulation in float32, as Wan has it."""
+
+    def widened(inputs: Inputs) -> dict[str, Any]:
+        given = arguments(inputs)
+        parts = {n: given[n].float() for n in ("scale", "shift", "gate") if n in given}
+        return given | parts
+
+    return widened
+
+
+WAN = (1, 32760, 1536)
+
+
 def _all(x: str, parts: tuple[str, ...], **more: Any) -> list[Case]:
     small = [Case(how, _case(x, parts, (2, 6, 64), how, **more)) for how in MODULATIONS]
     odd = Case("odd width", _case(x, parts, (2, 3, 123), "[B, D]", **more))
@@ -68,6 +82,14 @@ ADALN_LAYERNORM = [
     Case(
         "affine",
         _case("input", _PAIR, (2, 6, 1152), "[B, D]", weight="weight", bias="weight", eps=1e-6),
+    ),
+    Case(
+        "wan 32760x1536",
+        in_float32(
+            _case("input", _PAIR, WAN, "[B, 1, D] of unbind", weight=None, bias=None, eps=1e-6)
+        ),
+        True,
+        "wan",
     ),
 ]
 ADALN_ZERO = _all("input", (*_PAIR, "gate"), weight="weight", eps=1e-6)

@@ -7,7 +7,12 @@ from typing import Any
 from ..case import Case, Inputs
 
 # rows, width in, width out of the first linear layer of the feed-forward
-MODELS = {"ltx": (5376, 2048, 8192), "flux": (4608, 3072, 12288), "sd3.5": (8192, 1536, 6144)}
+MODELS = {
+    "ltx": (5376, 2048, 8192),
+    "flux": (4608, 3072, 12288),
+    "sd3.5": (8192, 1536, 6144),
+    "wan": (32760, 1536, 8960),
+}
 
 
 def _layer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..adaln.cases import MODULATIONS, tokens
+from ..adaln.cases import MODULATIONS, WAN, in_float32, tokens
 from ..case import Case, Inputs
 
 
@@ -56,6 +56,12 @@ GATED_RESIDUAL_NORM = [
     Case("no tokens", _norm((2, 0, 64), "[B, D]", "gsh", "rms")),
     Case("ltx 2x2688x2048", _norm(LTX, "[B, 1, D] of unbind", "gsh", "rms"), True, "ltx"),
     Case("flux 4608x3072", _norm(FLUX, "[B, D]", "gsh", "layer"), True, "flux"),
+    Case(
+        "wan 32760x1536",
+        in_float32(_norm(WAN, "[B, 1, D] of unbind", "gsh", "layer")),
+        True,
+        "wan",
+    ),
 ]
 
 

@@ -107,10 +107,13 @@ def _grid(tokens: int, heads: int, dim: int, layout: str = "interleaved", **grid
 ROPE_1D = [
     Case("text", _grid(7, 2, 64, theta_base=1e4)),
     Case("half", _grid(7, 2, 64, "half", theta_base=5e5)),
+    Case("llama 2x4096x32x128", _grid(4096, 32, 128, "half", theta_base=5e5), True, "llama"),
 ]
+LTX = {"num_frames": 7, "height": 16, "width": 24}
 ROPE_3D = [
     Case("video", _grid(24, 2, 64, num_frames=2, height=3, width=4)),
     Case("head of 128", _grid(24, 2, 128, "half", num_frames=2, height=3, width=4)),
+    Case("ltx 2x2688x32x64", _grid(2688, 32, 64, **LTX), True, "ltx"),
 ]
 ROPE_3D_EXTENDED = [
     Case(
@@ -119,6 +122,12 @@ ROPE_3D_EXTENDED = [
             24, 2, 64, num_frames=2, height=3, width=4,
             rope_dim_t=16, rope_dim_h=24, rope_dim_w=24, theta_base_h=1e3,
         ),
+    ),
+    Case(
+        "ltx 2x2688x32x64",
+        _grid(2688, 32, 64, **LTX, rope_dim_t=24, rope_dim_h=20, rope_dim_w=20),
+        True,
+        "ltx",
     ),
 ]  # fmt: skip
 

@@ -21,6 +21,9 @@ MAX_EXCHANGE = 6144
 # columns would be two half-used accesses (24 against 35 us at 2x2688x2048 on H200). Narrower rows
 # have too few elements a thread then (46 against 39 us at 4608x48x128).
 WIDE = 1024
+# with tables of half the width, 4 elements a vector and 128 threads a row: 31 against 45 us for 8
+# and as many threads as other rows have, in place at 2x2688x2048 on H200
+NARROW_TABLES = {"threads": 128, "vector": 4}
 
 
 def plan(rope: RopeCall, call: Call) -> CudaLaunch:
@@ -93,7 +96,8 @@ def _order(rope: RopeCall, chain: str | None, rows: tuple[Rows, Rows], room: int
     if not rope.norm:
         return Order("NoNorm")
     if chain is None:
-        return Order("FreeRms")
+        wide = WIDE <= rope.width <= 8192 and rope.half_table and room >= NARROW_TABLES["vector"]
+        return Order("FreeRms", **NARROW_TABLES) if wide else Order("FreeRms")
     if rope.dtype("q_weight", "k_weight") != rope.query.dtype:
         raise Unsupported("eager would promote the rows by their weights")
     if chain != "transformers":

@@ -6,9 +6,8 @@ hold each to torch.equal, so far on torch 2.11.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
-
-import numpy as np
 
 from ...backends import Unsupported
 
@@ -62,7 +61,7 @@ def mean_order(width: int, rows: int, room: int) -> Order:
     threads = 128 if block == 32 and width >= 512 else block
     if block == 32 and width == 128 and room >= 8:
         threads, vector = 16, 8
-    factor = float(np.float32(rows) / np.float32(rows * width))
+    factor = _float32(_float32(rows) / _float32(rows * width))
     return Order(f"MeanRms<{block}>", threads, vector, factor)
 
 
@@ -80,6 +79,11 @@ def torch_order(width: int, norm: str, room: int) -> Order:
     if vectors <= 32:
         return Order(norm, max(8, _power_of_two(2 * vectors - 1)), 4)
     return Order(norm, 32 if vectors < 128 else 128, 4)
+
+
+def _float32(value: float) -> float:
+    """Rounded to float32. A quotient of two such, rounded first to float64, is float32's own."""
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def _power_of_two(n: int) -> int:

@@ -1,0 +1,151 @@
+"""Everything that belongs to one op: its promises, its cubins, its benchmark, and a verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from .. import backends, catalog
+from ..errors import BadSetting, CannotRun
+from ..ops.op import Composite, Op, registry
+from .conditions import interpret_without_gpu
+from .cubins import Cubin, cubins
+from .planned import TARGETS
+from .promises import kernels_here, promises
+
+PARTS = ("tests", "cubins", "gpu", "benchmark")
+# what the benchmark holds a kernel against
+PEERS = ("torch", "compile")
+NO_GPU = "no GPU here"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part of a check found. `skipped` says why it did not run; `rows` are its figures."""
+
+    name: str
+    summary: str = ""
+    failures: tuple[str, ...] = ()
+    skipped: str | None = None
+    seconds: float = 0.0
+    rows: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """An op and what its parts found."""
+
+    op: str
+    formula: str
+    parts: tuple[Part, ...]
+
+    @property
+    def good(self) -> bool:
+        return not any(part.failures for part in self.parts)
+
+    @property
+    def verdict(self) -> str:
+        """One line: good, how far that was seen, or what is wrong."""
+        wrong = [f"{len(p.failures)} in {p.name}" for p in self.parts if p.failures]
+        if wrong:
+            return f"not good: {', '.join(wrong)}"
+        ran = [p.name for p in self.parts if not p.skipped]
+        left = [name for name in PARTS if name not in ran]
+        return f"good so far; not run: {', '.join(left)}" if left else "good"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"good": self.good, "verdict": self.verdict, **asdict(self)}
+
+
+def check(name: str, only: Sequence[str] = (), targets: Sequence[str] = ()) -> Report:
+    """Check one op here, all parts or `only` some, its cubins for all `targets` or some; raises
+    BadSetting for a name that is none."""
+    for option, given, known in (("--only", only, PARTS), ("--target", targets, tuple(TARGETS))):
+        for value in given:
+            if value not in known:
+                raise BadSetting(option, f"{value!r}, expected any of {', '.join(known)}")
+    interpret_without_gpu()
+    try:
+        catalog.entry(name)
+    except KeyError as error:
+        raise BadSetting(
+            "NAME", f"{error.args[0]} An op of your own package is known once pip has installed it."
+        ) from None
+    op = registry()[name]
+    runs: dict[str, Callable[[], Part]] = {
+        "tests": lambda: _tests(op, "cpu"),
+        "cubins": lambda: _cubins(op, targets or tuple(TARGETS)),
+        "gpu": lambda: _on_gpu(op),
+        "benchmark": lambda: _benchmark(op),
+    }
+    parts = []
+    for part in only or PARTS:
+        begin = time.perf_counter()
+        found = runs[part]()
+        parts.append(replace(found, name=part, seconds=round(time.perf_counter() - begin, 1)))
+    return Report(name, op.formula, tuple(parts))
+
+
+def _tests(op: Op | Composite, device: str) -> Part:
+    every = list(promises(op, device))
+    failures = []
+    for promise in track(
+        every, f"{op.name} on {device}", console=Console(stderr=True), transient=True
+    ):
+        why = promise.broken()
+        if why is not None:
+            failures.append(f"{promise.name}: {why}")
+    kernels = " and ".join(kernels_here(op, device))
+    how = "interpreted" if device == "cpu" else "on the GPU"
+    with_kernels = f"{kernels} {how}" if kernels else "plain PyTorch alone: no kernel runs here"
+    held = len(every) - len(failures)
+    return Part("tests", f"{held} of {len(every)} hold, {with_kernels}", tuple(failures))
+
+
+def _on_gpu(op: Op | Composite) -> Part:
+    if not torch.cuda.is_available():
+        return Part("gpu", skipped=f"{NO_GPU}: run this again where one is")
+    found = _tests(op, "cuda")
+    at = torch.device("cuda", torch.cuda.current_device())
+    missing = [b for b in op.backends if b in ("triton", "cuda")]
+    missing = [b for b in missing if b not in kernels_here(op, "cuda")]
+    cannot = tuple(f"{b} did not run: {backends.problem(b, at, torch.float32)}" for b in missing)
+    return replace(found, failures=(*found.failures, *cannot))
+
+
+def _cubins(op: Op | Composite, targets: Sequence[str]) -> Part:
+    if not isinstance(op, Op):
+        return Part("cubins", skipped="made of other ops: no kernel of its own")
+    found: list[Cubin] = []
+    failures = []
+    for backend in (b for b in op.backends if b in ("triton", "cuda")):
+        with Console(stderr=True).status(f"compiling the {backend} kernels of {op.name}"):
+            try:
+                found += cubins(op, backend, targets)
+            except CannotRun as error:
+                failures.append(str(error))
+    spilled = [c for c in found if not c.used.clean]
+    failures += [
+        f"{c.arch} {c.kernel}: spills {c.used.stores} bytes, stack {c.used.stack}" for c in spilled
+    ]
+    summary = f"{len(found)} kernels for {', '.join(targets)}; {len(spilled)} spill"
+    return Part("cubins", summary, tuple(failures), rows=tuple(asdict(c) for c in found))
+
+
+def _benchmark(op: Op | Composite) -> Part:
+    if not torch.cuda.is_available():
+        return Part("benchmark", skipped=f"{NO_GPU}: a time on the CPU says nothing of a kernel")
+    from ..bench import ops as bench
+
+    try:
+        rows, _ = bench.run([op.name], peers=PEERS)
+    except CannotRun as no:
+        return Part("benchmark", skipped=str(no))
+    failures = bench.failures(rows)
+    return Part("benchmark", f"{len(rows)} shapes timed", tuple(failures), rows=tuple(rows))

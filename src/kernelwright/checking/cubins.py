@@ -1,0 +1,120 @@
+"""The kernels of an op, compiled for every GPU we name: the registers and spills of each."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ..backends import cuda
+from ..errors import CannotRun
+from ..ops.op import Op, registry
+from .planned import TARGETS, Kernel, Usage, kernels, usage
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """What the assembler says of one kernel on one architecture."""
+
+    backend: str
+    arch: str
+    kernel: str
+    used: Usage
+
+
+def cubins(op: Op, backend: str, targets: Sequence[str] = tuple(TARGETS)) -> list[Cubin]:
+    """Compile the op's largest case in each dtype for the targets; raises CannotRun with the
+    compiler's words if one does not compile."""
+    if backend == "cuda":
+        return [c for arch in targets for c in _by_nvrtc(wanted(op, backend, arch), arch)]
+    return _by_triton(op, targets)
+
+
+def wanted(op: Op, backend: str, arch: str) -> list[Kernel]:
+    """The distinct kernels to compile; Triton has no bfloat16 on sm_75."""
+    found = kernels(backend, arch, everything=False, ops=[op])
+    if backend == "triton":
+        return [k for k in found if arch != "sm_75" or k.dtype != torch.bfloat16]
+    return list({k.launch.code: k for k in found}.values())
+
+
+def _by_nvrtc(found: Sequence[Kernel], arch: str) -> list[Cubin]:
+    try:
+        report = cuda.build(together(found), arch, verbose=True)[1]
+    except ImportError:
+        raise CannotRun("cuda-core is not installed: pip install 'kernelwright[cuda]'") from None
+    except RuntimeError as error:
+        said = str(error).splitlines()
+        raise CannotRun("; ".join([said[0], *(x for x in said[1:] if "error" in x)][:3])) from None
+    seen = usage(report)
+    if len(seen) != len(found):
+        raise CannotRun(f"{len(found)} kernels were compiled, the assembler tells of {len(seen)}")
+    return [
+        Cubin("cuda", arch, found[int(used.entry.removeprefix("entry"))].name, used)
+        for used in seen
+    ]
+
+
+def together(found: Sequence[Kernel]) -> str:
+    """One translation unit of several kernels, entry0, entry1, ...: parsing CUDA's headers takes
+    NVRTC as long as two kernels do."""
+    includes = {k.launch.code.partition("\n")[0]: None for k in found}
+    bodies = [
+        k.launch.code.partition("\n")[2].replace(f"{k.launch.entry}(", f"entry{i}(")
+        for i, k in enumerate(found)
+    ]
+    return "\n".join((*includes, *bodies))
+
+
+def _by_triton(op: Op, targets: Sequence[str]) -> list[Cubin]:
+    """In an interpreter of its own: where Triton interprets kernels it cannot compile them."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            # the assembler's report comes only for what is not in Triton's cache yet
+            "TRITON_CACHE_DIR": folder,
+            "TRITON_DUMP_PTXAS_LOG": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, op.check.__module__, op.name, *targets],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no word"]
+        raise CannotRun(f"Triton could not compile it: {said[-1]}")
+    return [
+        Cubin("triton", arch, name, Usage(**used)) for arch, name, used in json.loads(done.stdout)
+    ]
+
+
+def main(module: str, name: str, *targets: str) -> None:
+    """Print what Triton's kernels of an op use, as JSON; `module` declares it."""
+    importlib.import_module(module)
+    op = registry()[name]
+    assert isinstance(op, Op)
+    compiled = []
+    for arch in targets:
+        major, minor = TARGETS[arch].capability
+        for k in wanted(op, "triton", arch):
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                k.launch.cubin(k.call, 10 * major + minor)
+            (used,) = usage(said.getvalue())
+            compiled.append((arch, k.name, asdict(used)))
+    json.dump(compiled, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

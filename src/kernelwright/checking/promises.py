@@ -1,0 +1,245 @@
+"""What every op promises, as checks of one op: for `kernelwright check`, and for the tests of a
+package that adds one."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..catalog import public
+from ..ops.case import Case, Inputs
+from ..ops.op import Composite, Op
+from .conditions import poisoned_memory, rounding_interpreter
+from .declared import DTYPES, full, small, tensors
+from .numerics import (
+    as_good_as_eager,
+    as_tuple,
+    eager_errors,
+    hold_case,
+    in_eager,
+    in_float64,
+    run,
+    widened,
+)
+
+Checked = Op | Composite
+
+
+@dataclass(frozen=True)
+class Promise:
+    """`hold` raises where the op breaks it."""
+
+    name: str
+    hold: Callable[[], None]
+
+    def broken(self) -> str | None:
+        """Why it does not hold, in one line, or None if it does."""
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(poisoned_memory())
+                stack.enter_context(rounding_interpreter())
+                stack.enter_context(warnings.catch_warnings())
+                # numpy's exp(89) is infinite; an exact order without a kernel is left to eager
+                warnings.simplefilter("ignore")
+                self.hold()
+        except Exception as error:
+            said = str(error).strip().splitlines()
+            first = said[0] if said else ""
+            return (
+                first if isinstance(error, AssertionError) else f"{type(error).__name__}: {first}"
+            )
+        return None
+
+
+def kernels_here(op: Checked, device: str) -> list[str]:
+    """The backends of this op whose kernels can run on the device, interpreted or not."""
+    at = torch.device(device)
+    return [
+        b
+        for b in op.backends
+        if b in ("triton", "cuda") and backends.problem(b, at, torch.float32) is None
+    ]
+
+
+def promises(op: Checked, device: str = "cpu") -> Iterator[Promise]:
+    """Each promise of the op on this device, to be held one by one."""
+
+    def promise(name: str, hold: Callable[..., None], *args: Any) -> Promise:
+        return Promise(name, functools.partial(hold, op, *args))
+
+    running = kernels_here(op, device)
+    for case in small(op):
+        for chain in op.exact:
+            yield promise(f"eager {chain}, {case.name}", same_function, chain, case, device)
+        for dtype in DTYPES:
+            named = f"{case.name}, {str(dtype).removeprefix('torch.')}"
+            for backend in ("torch", *running):
+                if _runs(backend, device, dtype):
+                    yield promise(f"{backend}: {named}", close, case, dtype, backend, device)
+            for chain in op.exact:
+                yield promise(f"exact {chain}: {named}", exact_bits, case, dtype, chain, device)
+    for backend in running:
+        yield promise(f"{backend}: a bad row stays in its row", bad_row, backend, device)
+    if isinstance(op, Op):
+        for backend in ("torch", *running):
+            yield promise(f"{backend}: out= is written", out_written, backend, device)
+        yield promise("torch.library: schema and fake kernel", library_op, device)
+        yield promise("torch.compile: one graph, the same bits", compiled, device)
+    yield promise("the gradient is the derivative", gradient, device)
+    yield promise("a wrong tensor is named", wrong_tensor, device)
+    if device == "cpu":
+        yield promise("the example in its documentation runs", example)
+
+
+def _runs(backend: str, device: str, dtype: torch.dtype) -> bool:
+    return backend == "torch" or backends.problem(backend, torch.device(device), dtype) is None
+
+
+def close(op: Checked, case: Case, dtype: torch.dtype, backend: str, device: str) -> None:
+    """As close to float64 as eager PyTorch is."""
+    hold_case(op, case, dtype, lambda a: op.call(a, backend=backend), device)
+
+
+def same_function(op: Checked, chain: str, case: Case, device: str) -> None:
+    """The reference and an eager chain compute the same. In float32 a chain rounds a handful of
+    steps, on values as large as its arguments and its result."""
+    arguments = case.arguments(Inputs(torch.float32, device))
+    largest = max(map(magnitude, tensors(arguments).values()))
+    eager = as_tuple(run(op, op.exact[chain], arguments))
+    for e, truth in zip(eager, as_tuple(in_float64(op, arguments)), strict=True):
+        bound = 16 * 2**-24 * largest * magnitude(truth)
+        torch.testing.assert_close(e.double(), truth, rtol=0, atol=bound)
+
+
+def magnitude(t: Tensor) -> float:
+    """The largest finite |t|, one at least."""
+    values = t.double().abs()
+    return max(1.0, values[values.isfinite()].max().item()) if t.numel() else 1.0
+
+
+def exact_bits(op: Checked, case: Case, dtype: torch.dtype, chain: str, device: str) -> None:
+    """An exact call gives the bits of the eager chain, or says that eager promotes."""
+    arguments = case.arguments(Inputs(dtype, device))
+    eager = as_tuple(run(op, op.exact[chain], arguments))
+    if any(e.dtype != dtype for e in eager):
+        return
+    got = as_tuple(op.call(arguments, exact=chain))
+    differ = sum(int((g != e).sum()) for g, e in zip(got, eager, strict=True))
+    assert all(map(torch.equal, got, eager)), f"{differ} elements are not those of eager {chain}"
+
+
+def bad_row(op: Checked, backend: str, device: str) -> None:
+    """A row of NaN or infinity changes itself and no other."""
+    case = full(op)
+    clean = case.arguments(Inputs(torch.float32, device))
+    expected = as_tuple(op.call(clean, backend=backend))
+    known = eager_errors(op.name, case, torch.float32, device)
+    for bad in (float("nan"), float("inf")):
+        for name in rowwise(clean, expected[0]):
+            arguments = clean | {name: clean[name].clone()}
+            row = (0,) * min(2, clean[name].ndim - 1)
+            arguments[name][row] = bad
+            got = as_tuple(op.call(arguments, backend=backend))
+            as_good_as_eager(got, in_float64(op, arguments), in_eager(op, arguments), known)
+            changed = False
+            for g, e in zip(got, expected, strict=True):
+                others = torch.ones(g.shape, dtype=torch.bool, device=device)
+                others[row] = False
+                assert torch.equal(g[others], e[others]), f"{name}: another row changed"
+                changed |= not torch.equal(g[row], e[row])
+            assert changed, f"{name}: the row itself did not change"
+
+
+def rowwise(arguments: dict[str, Any], out: Tensor) -> list[str]:
+    """Tensor arguments that have a row for each row of the output."""
+    return [
+        name
+        for name, t in tensors(arguments).items()
+        if t.ndim > 1 and t.shape[:-1] == out.shape[:-1]
+    ]
+
+
+def out_written(op: Op, backend: str, device: str) -> None:
+    """Tensors passed as out= are filled and returned, where their rows lie apart too."""
+    if op.inplace:
+        return
+    arguments = full(op).arguments(Inputs(torch.float32, device))
+    expected = as_tuple(op.call(arguments, backend=backend))
+    outputs = tuple(e.new_empty((*e.shape[:-1], e.shape[-1] + 8))[..., 4:-4] for e in expected)
+    out = outputs if len(outputs) > 1 else outputs[0]
+    got = as_tuple(op.call(arguments, out=out, backend=backend))
+    for g, o, e in zip(got, outputs, expected, strict=True):
+        assert g is o, "another tensor than out= came back"
+        assert torch.equal(o, e), "out= holds another result"
+
+
+def library_op(op: Op, device: str) -> None:
+    """torch.library.opcheck: schema, autograd registration, fake kernel, AOT dispatch."""
+    arguments = full(op).arguments(Inputs(torch.float32, device))
+    for t in tensors(arguments).values():
+        if t.is_floating_point() and t.is_leaf:
+            t.requires_grad_()
+    library: Any = op.library_op
+    torch.library.opcheck(library, tuple(arguments[n] for n in op.arguments))
+
+
+def compiled(op: Op, device: str) -> None:
+    """torch.compile(fullgraph=True) gives the bits of eager."""
+    arguments = full(op).arguments(Inputs(torch.bfloat16, device))
+    function = public(op)
+    expected = as_tuple(function(**arguments))
+    torch._dynamo.reset()
+    try:
+        got = as_tuple(torch.compile(function, fullgraph=True, backend="aot_eager")(**arguments))
+    finally:
+        torch._dynamo.reset()
+    assert all(map(torch.equal, got, expected)), "other bits than without torch.compile"
+
+
+def gradient(op: Checked, device: str) -> None:
+    """gradcheck: against differences of the function itself, in float64."""
+    arguments = full(op).arguments(Inputs(torch.float32, device))
+    wide = {n: widened(t).clone() for n, t in tensors(arguments).items() if t.is_floating_point()}
+    leaves = {n: t.requires_grad_() for n, t in wide.items()}
+
+    def function(*values: Tensor) -> Any:
+        return op.call(arguments | dict(zip(leaves, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
+
+
+def wrong_tensor(op: Checked, device: str) -> None:
+    """Integers, a number: an error that opens with the op and names the argument."""
+    arguments = full(op).arguments(Inputs(torch.float32, device))
+    for name, t in tensors(arguments).items():
+        for wrong in (t.to(torch.int32), 3, t.flatten()[0]):
+            try:
+                op.call(arguments | {name: wrong})
+            except (TypeError, ValueError) as error:
+                said = str(error)
+                assert said.startswith(f"{op.name}: "), f"the error does not open with it: {said}"
+                assert name in said, f"the error does not name {name}: {said}"
+            else:
+                raise AssertionError(f"{name} was accepted as {getattr(wrong, 'dtype', wrong)}")
+
+
+def example(op: Checked) -> None:
+    """The docstring has an example, and it prints what it says."""
+    import kernelwright
+
+    function = public(op)
+    given = {"torch": torch, **vars(kernelwright), op.name: function}
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, op.name, globs=given)
+    assert test.examples, f"{op.name} has no example in its documentation"
+    said: list[str] = []
+    results = doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert results.failed == 0, " ".join("".join(said).split())

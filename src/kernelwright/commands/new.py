@@ -1,0 +1,58 @@
+"""`kernelwright new`: an op to start from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .bench import JsonOption
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="The op's name, such as softcap.")],
+    language: Annotated[
+        str, typer.Option(help="What the kernel is written in: triton or cuda.", show_default=False)
+    ],
+    kind: Annotated[
+        str, typer.Option(help="What to start from: elementwise, row-reduction or gated.")
+    ] = "elementwise",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Make a package of its own in this folder, not a folder under ops/."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a new op: a working kernel with its reference, cases, tests and benchmark, to change.
+
+    The kernel is in the language that you name, never in the other. In a checkout of kernelwright
+    the op is a folder under `ops/`, and the tests, `bench ops` and `ops` find it there. With
+    `--out` it is a package that pip installs, and kernelwright finds it by an entry point.
+
+    The kinds: `elementwise` is x · sigmoid(beta · x), `row-reduction` divides rows by their
+    length, `gated` is sigmoid(gate) · up. Change the reference first, then the kernel, and run
+    `kernelwright check NAME` after every step.
+    """
+    from .. import scaffold
+    from ..errors import CannotRun
+
+    if language not in scaffold.LANGUAGES:
+        raise typer.BadParameter(f"{language!r}, expected triton or cuda", param_hint="--language")
+    if kind not in scaffold.KINDS:
+        raise typer.BadParameter(
+            f"{kind!r}, expected {', '.join(scaffold.KINDS)}", param_hint="--kind"
+        )
+    try:
+        created = scaffold.create(name, language, kind, out)
+    except scaffold.BadName as error:
+        raise typer.BadParameter(str(error), param_hint="NAME") from None
+    except CannotRun as error:
+        typer.echo(f"kernelwright new: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(created.as_dict(), indent=2))
+    else:
+        Console().print(scaffold.page(created))

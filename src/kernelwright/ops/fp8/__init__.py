@@ -1,0 +1,130 @@
+"""Products in eight bits: float8 e4m3, with one scale for each row of either operand.
+
+Steps of a linear layer rather than ops by themselves: `quantize` makes rows, `quantize_weight` a
+weight, `product` multiplies them. None has a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, selection
+from ..op import Call, Op
+from . import reference
+from .reference import ACTIVATIONS, DTYPE
+
+MULTIPLE = 16  # of both widths of a weight, which the tensor cores ask for
+
+
+def quantize(
+    x: Tensor, up: Tensor | None = None, activation: str = "none", *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """act(x) * up in eight bits [..., K], and the scale of each row [..., 1] in float32.
+
+    >>> rows, scale = quantize(torch.tensor([[1.0, -2.0]]))
+    >>> rows.float() * scale
+    tensor([[ 1., -2.]])
+    """
+    return QUANTIZE(x, up, activation, backend=backend)
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] in eight bits, and the scale of each of its rows [N, 1]."""
+    return reference.quantize(weight.detach(), None, "none")
+
+
+def product(
+    rows: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(rows * scale) @ (weight * weight_scale)^T + bias: [..., K] -> [..., N] in `dtype`. Where
+    `problem` names one, it is emulated in float32."""
+    if not rows.numel() or problem(rows.device, dtype, weight.shape, bias):
+        return reference.product(rows, scale, weight, weight_scale, bias, dtype)
+    out = torch._scaled_mm(
+        rows.view(-1, rows.shape[-1]),
+        weight.t(),
+        scale_a=scale.view(-1, 1),
+        scale_b=weight_scale.view(1, -1),
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+    return out.view(*rows.shape[:-1], -1)
+
+
+def problem(
+    device: torch.device, dtype: torch.dtype, shape: torch.Size, bias: Tensor | None
+) -> str | None:
+    """Why tensor cores cannot multiply with a weight of this shape, or None if they can."""
+    if device.type != "cuda":
+        return f"tensors are on {device.type}, it needs a CUDA GPU"
+    if no := unsupported(device.index or 0):
+        return no
+    if dtype != torch.bfloat16:
+        return f"rows with scales give bfloat16, not {dtype}"
+    if shape[0] % MULTIPLE or shape[1] % MULTIPLE:
+        return f"its weight is {list(shape)}, expected multiples of {MULTIPLE}"
+    if bias is not None and bias.dtype != dtype:
+        return f"its bias is {bias.dtype}, expected {dtype}"
+    return None
+
+
+@selection.given
+@functools.lru_cache
+def unsupported(device: int) -> str | None:
+    """Why a GPU has no products in eight bits, or None if it has."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= (8, 9):
+        return None
+    return f"eight-bit floats need compute capability 8.9, this GPU has {major}.{minor}"
+
+
+class _Kernels:
+    def triton(self, call: Call) -> Any:
+        from .triton import plan
+
+        return plan(call)
+
+    def cuda(self, call: Call) -> Any:
+        from ...backends import Unsupported
+
+        raise Unsupported("it has no CUDA C++ kernel")
+
+
+def _check(x: Tensor, up: Tensor | None, activation: str) -> None:
+    checks.tensor("quantize", "x", x)
+    checks.choice("quantize", "activation", activation, tuple(ACTIVATIONS))
+    if up is not None:
+        checks.like("quantize", "up", up, x, "x")
+
+
+def _allocate(x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+    return (
+        torch.empty(x.shape, dtype=DTYPE, device=x.device),
+        torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device),
+    )
+
+
+QUANTIZE = Op(
+    name="quantize",
+    schema='(Tensor x, Tensor? up=None, str activation="none") -> (Tensor, Tensor)',
+    formula="q, s: q · s is act(x) · up",
+    check=_check,
+    allocate=_allocate,
+    reference=reference.quantize,
+    kernels=_Kernels(),
+    cases=(),
+    sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width), "up": None},
+    outputs=("out", "scale"),
+    prefer=("triton",),
+    internal=True,
+)

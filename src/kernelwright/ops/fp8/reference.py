@@ -1,0 +1,42 @@
+"""Rows in eight bits, and the product of such rows, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+}
+
+
+def quantize(x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """act(x) * up in eight bits, and what to multiply each row with: [..., K] -> [..., 1]. The
+    largest element of a row becomes the largest number there is."""
+    y = ACTIVATIONS[activation](x.float())
+    if up is not None:
+        y = y * up.float()
+    largest = y.abs().amax(-1, keepdim=True) if y.shape[-1] else y.new_zeros(*y.shape[:-1], 1)
+    largest = torch.where(largest == 0, LARGEST, largest)
+    return (y * (LARGEST / largest)).to(DTYPE), largest / LARGEST
+
+
+def product(
+    rows: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(rows * scale) @ (weight * weight_scale)^T + bias, summed in float32 or wider."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    y = F.linear(rows.to(wide), weight.to(wide)) * scale.to(wide) * weight_scale.to(wide).flatten()
+    return (y if bias is None else y + bias.to(wide)).to(dtype)

@@ -1,0 +1,29 @@
+"""Ops of other packages: each names its module in the entry point group `kernelwright.ops`.
+
+    [project.entry-points."kernelwright.ops"]
+    my_op = "my_op"
+
+They are imported when the registry is first asked for, not with kernelwright itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from importlib.metadata import entry_points
+
+# a Hub package is a copy of this folder under another name: it takes no plug-ins of ours
+GROUP = f"{__name__.partition('.')[0]}.ops"
+
+
+@functools.cache
+def load() -> None:
+    """Import every package that adds ops. One that fails costs a warning, not the ops of others."""
+    for entry in entry_points(group=GROUP):
+        try:
+            entry.load()
+        except Exception as error:
+            warnings.warn(
+                f"kernelwright: the ops of {entry.value!r} are left out, its import fails: {error}",
+                stacklevel=3,
+            )

@@ -1,0 +1,140 @@
+"""Fills in the templates of an op, under `ops/` or as a package by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ..errors import CannotRun
+from .names import check_name
+
+PACKAGE = Path(__file__).resolve().parents[1]
+TEMPLATES = Path(__file__).with_name("templates")
+# the files of a kernel in each language
+LANGUAGES = {"triton": ("triton.py",), "cuda": ("cuda.py", "cuda.cuh")}
+KINDS = ("elementwise", "row-reduction", "gated")
+COMMON = ("__init__.py", "reference.py", "cases.py")
+
+
+@dataclass(frozen=True)
+class Created:
+    """A new op. `root` is the folder of the files, which are named relative to it."""
+
+    name: str
+    language: str
+    kind: str
+    root: Path
+    files: tuple[str, ...]
+    alone: bool
+
+    @property
+    def kernel(self) -> Path:
+        """The file in which the formula is computed."""
+        last = LANGUAGES[self.language][-1]
+        return next(self.root / f for f in self.files if Path(f).name == last)
+
+    def as_dict(self) -> dict[str, Any]:
+        files = [str(self.root / file) for file in self.files]
+        return {**asdict(self), "root": str(self.root), "files": files, "kernel": str(self.kernel)}
+
+
+def create(
+    name: str,
+    language: str,
+    kind: str = "elementwise",
+    out: Path | None = None,
+    package: Path = PACKAGE,
+) -> Created:
+    """Write a working op of this kind in this language: into the ops of `package`, which must be a
+    checkout, or with `out` as a package of its own in that folder."""
+    if out is None:
+        ops = _checkout(package)
+        check_name(name, ops)
+        return _write(
+            name, language, kind, ops / name, _op_files(name, language, kind, alone=False)
+        )
+    check_name(name, None)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CannotRun(f"{out} exists and is not an empty folder: choose another --out")
+    files = _op_files(name, language, kind, alone=True)
+    files = {f"src/{name}/{file}": text for file, text in files.items()}
+    return _write(name, language, kind, out, {**_package_files(name, language), **files})
+
+
+def _checkout(package: Path) -> Path:
+    """The folder of the ops, if this kernelwright is a checkout that can be written."""
+    ops = package / "ops"
+    source = (package.parents[1] / "pyproject.toml").is_file() and package.parent.name == "src"
+    if not source:
+        raise CannotRun(
+            f"kernelwright is installed in {package}, which is no checkout: "
+            f"use --out FOLDER for a package of your own"
+        )
+    if not os.access(ops, os.W_OK):
+        raise CannotRun(f"{ops} cannot be written: use --out FOLDER for a package of your own")
+    return ops
+
+
+def _op_files(name: str, language: str, kind: str, alone: bool) -> dict[str, str]:
+    folder = TEMPLATES / kind.replace("-", "_")
+    words = _words(name, language, alone)
+    filled = {file: _filled(folder / file, words) for file in (*COMMON, *LANGUAGES[language])}
+    return {file: _absolute(text) if alone else text for file, text in filled.items()}
+
+
+def _package_files(name: str, language: str) -> dict[str, str]:
+    folder = TEMPLATES / "package"
+    words = _words(name, language, alone=True)
+    return {
+        "pyproject.toml": _filled(folder / "pyproject.toml", words),
+        "README.md": _filled(folder / "README.md", words),
+        f"tests/test_{name}.py": _filled(folder / "test.py", words),
+    }
+
+
+def _filled(template: Path, words: dict[str, str]) -> str:
+    text = template.with_name(f"{template.name}.txt").read_text(encoding="utf-8")
+    return Template(text).substitute(words)
+
+
+def _words(name: str, language: str, alone: bool) -> dict[str, str]:
+    """What stands for what in the templates."""
+    title = "".join(part.capitalize() for part in name.split("_"))
+    imports = (f"from {name} import {name.upper()}", "from kernelwright.checking import op_tests")
+    return {
+        "name": name,
+        "Name": title,
+        "NAME": name.upper(),
+        "language": language,
+        "Language": {"triton": "Triton", "cuda": "CUDA C++"}[language],
+        "distribution": f"kernelwright-{name.replace('_', '-')}",
+        "extra": "[cuda]" if language == "cuda" else "",
+        "imports": "\n".join(sorted(imports)),
+        "path_import": "\nfrom pathlib import Path" if alone else "",
+        "source": 'str(Path(__file__).with_name("cuda.cuh"))'
+        if alone
+        else f'"ops/{name}/cuda.cuh"',
+    }
+
+
+def _absolute(text: str) -> str:
+    """The imports of a folder under `ops/` as another package writes them."""
+    text = re.sub(r"(?m)^( *)from \.\.\.backends", r"\1from kernelwright.backends", text)
+    text = re.sub(r"(?m)^( *)from \.\. import", r"\1from kernelwright.ops import", text)
+    text = re.sub(r"(?m)^( *)from \.\.(\w)", r"\1from kernelwright.ops.\2", text)
+    return re.sub(r"(?m)^(from kernelwright.*\n)(from \. )", r"\1\n\2", text)
+
+
+def _write(name: str, language: str, kind: str, root: Path, files: dict[str, str]) -> Created:
+    try:
+        for file, text in files.items():
+            path = root / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotRun(f"{root} cannot be written ({error.strerror}): choose another") from None
+    return Created(name, language, kind, root, tuple(files), alone="pyproject.toml" in files)

@@ -1,0 +1,46 @@
+"""Packages that `kernelwright new` made, as pip leaves them: on the path, with an entry point."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kernelwright.ops import op as declaration
+from kernelwright.ops import plugins
+from kernelwright.scaffold import Created
+
+
+def paths(created: Created) -> list[str]:
+    """What has to be on the path for the package to count as installed."""
+    text = (created.root / "pyproject.toml").read_text()
+    entries = text.partition(f'[project.entry-points."{plugins.GROUP}"]\n')[2].partition("\n\n")[0]
+    site = created.root / "site"
+    info = site / f"{created.name}-0.1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Name: {created.name}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\n{entries.replace(chr(34), '')}\n")
+    return [str(created.root / "src"), str(site)]
+
+
+@contextmanager
+def plugged(*packages: Created) -> Iterator[None]:
+    """The ops of these packages are known to this process, and forgotten afterwards."""
+    path, known = list(sys.path), dict(declaration._registry)
+    sys.path[:0] = [p for created in packages for p in paths(created)]
+    plugins.load.cache_clear()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        declaration._registry.clear()
+        declaration._registry.update(known)
+        for name in [n for n in sys.modules if n.partition(".")[0] in {c.name for c in packages}]:
+            del sys.modules[name]
+        plugins.load.cache_clear()
+
+
+def change(path: Path, old: str, new: str) -> None:
+    """Replace what must be there."""
+    text = path.read_text()
+    assert old in text, f"{path} has no {old!r}"
+    path.write_text(text.replace(old, new))
