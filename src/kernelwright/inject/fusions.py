@@ -6,7 +6,7 @@ that does the same in one pass. Recipes call these; they decide nothing about nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,9 @@ from ..ops.rmsnorm import RMSNORM
 from ..ops.rope.apply import APPLY_ROPE_QK
 from . import norms
 from .check import declined, site
+from .eight_bits import EightBits
 from .norms import Norm
+from .prompts import Prompts
 from .slots import hooked
 from .tables import Tables
 
@@ -43,6 +45,8 @@ class Fusions:
     backend: str | None
     norms: dict[norms.Key, Norm | str]
     tables: Tables = field(default_factory=Tables)
+    eight_bits: EightBits | None = None
+    prompts: Prompts = field(default_factory=Prompts)
     _seen: dict[nn.Module, Norm | str | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Fusions:
@@ -329,6 +333,20 @@ class Fusions:
             return eager()
         return site("attention", eager, kernel)
 
+    def of_prompt(
+        self, owner: Any, text: Tensor, layers: Sequence[Any], make: Callable[[], Any]
+    ) -> Any:
+        """`make()`, which depends on the text and the weights of these layers alone: once a prompt,
+        as long as nothing wants to see the layers being called."""
+        if torch.compiler.is_compiling() or any(map(hooked, layers)):
+            return make()
+        if not all(type(m) is nn.Linear or norms.key(m) in self.norms for m in layers):
+            return make()
+        if self.eight_bits is not None:
+            for layer in layers:
+                self.eight_bits.leave(layer, "made once a prompt")
+        return self.prompts.once(owner, text, layers, make)
+
     # feed-forward
 
     def linear_gelu(self, linear: Any, gelu: Any, x: Tensor) -> Tensor:
@@ -338,7 +356,8 @@ class Fusions:
             return gelu(linear(x))
 
         plain = type(gelu) is nn.GELU and not hooked_now(gelu) and is_linear(linear)
-        if self.exact or not plain:
+        eight_bits = self.eight_bits is not None and self.eight_bits.wanted(linear)
+        if self.exact or eight_bits or not plain:
             return eager()
         return site(
             "linear + GELU",
@@ -355,6 +374,8 @@ class Fusions:
             return type(module).forward(module, x)
 
         first = module.net[0]
+        if (y := self._eight_bit_feed_forward(module, x)) is not None:
+            return y
         if hooked_now(first) or not is_linear(first.proj):
             declined("linear + GELU", "an adapter or a hook is on its first Linear")
             return eager()
@@ -368,6 +389,29 @@ class Fusions:
             return y
 
         return site("linear + GELU", eager, kernel)
+
+    def _eight_bit_feed_forward(self, module: Any, x: Tensor) -> Tensor | None:
+        """The same in eight bits: GELU together with the step to them."""
+        if self.eight_bits is None or not self.eight_bits.wanted(module.net[0].proj):
+            return None
+        first, *between, last = module.net
+        rows = first.proj(x)
+        y = None
+        if not hooked_now(first) and _pass_through(between):
+            y = self.eight_bits(last, rows, "gelu_tanh" if first.approximate == "tanh" else "gelu")
+        if y is None:
+            y = first.gelu(rows)
+            for layer in (*between, last):
+                y = layer(y)
+        return y
+
+    def swiglu_linear(self, linear: Any, activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+        """linear(SiLU(gate) * up)"""
+        if self.eight_bits is not None and not hooked_now(activation) and gate.shape == up.shape:
+            y = self.eight_bits(linear, gate, "silu", up)
+            if y is not None:
+                return y
+        return linear(self.swiglu(activation, gate, up))
 
     def swiglu(self, activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
         """SiLU(gate) * up; `activation` is the model's SiLU."""
@@ -461,6 +505,11 @@ def added(residual: Tensor, x: Tensor, gate: Part, wide: bool) -> Tensor:
 def _widens(chain: str, x: Tensor, table: Part) -> bool:
     """Whether RoPE in the dtypes of its operands, as transformers has it, ends in a wider one."""
     return chain == "transformers" and table is not None and table.dtype != x.dtype
+
+
+def _pass_through(layers: list[Any]) -> bool:
+    """Whether these layers hand on what they are given."""
+    return all(type(m) is nn.Dropout and not (m.training and m.p) for m in layers)
 
 
 def is_linear(module: Any) -> bool:

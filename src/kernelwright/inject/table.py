@@ -80,4 +80,10 @@ def summary(report: Report) -> str:
     if errors:
         worst = max(f.error / f.eager_error for f in errors)  # type: ignore[operator]
         text += f"; error at most {worst:.2f} of eager's in {len(errors)} comparisons"
+    eight_bits = [f.error for f in findings if f.error is not None and f.eager_error is None]
+    if eight_bits:
+        text += f"; {len(eight_bits)} layers in eight bits, off by at most {max(eight_bits):.1%}"
+    misfits = Counter(why for c in report.checkers for why in c.misfits.values())
+    for why, count in misfits.items():
+        text += f"; {count} layers not in eight bits: {why}"
     return text + "."

@@ -109,6 +109,9 @@ class Graphs:
             if call.key in known.failed:
                 raise Refusal(known.failed[call.key])
             graph = known.graphs.get(call.key)
+            if graph is not None and not graph.holds():
+                self._count("weights were written to")
+                graph = known.graphs.pop(call.key, None) and None
             if graph is None and not self._is_warm(known, call):
                 return False, None
             with self._recorder.turn(call.device):
@@ -156,6 +159,7 @@ class Graphs:
                 call.tensors,
                 call.with_tensors,
                 known.watch.weights(),
+                random.rewind,
             )
             result = graph(call.tensors)
             # some code asks whether it is being captured, and then goes another way

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .. import adapters
 from .memory import Refusal, Results, Room
+from .prelude import Prelude
 
 T = TypeVar("T")
 # other threads may go on allocating while one captures
@@ -20,6 +23,7 @@ ERROR_MODE = "thread_local"
 
 class _Running(threading.local):
     kept: list[Any] | None = None
+    given: list[Tensor] | None = None
 
 
 _running = _Running()
@@ -30,6 +34,13 @@ def keep(value: T) -> T:
     if _running.kept is not None:
         _running.kept.append(value)
     return value
+
+
+def depend(tensor: Tensor) -> None:
+    """If this thread is capturing: what its graph does holds as long as nobody writes to this
+    tensor, of which something was made that the graph reads instead."""
+    if _running.given is not None:
+        _running.given.append(tensor)
 
 
 def capturing() -> bool:
@@ -71,6 +82,7 @@ class Captured:
         inputs: Sequence[Tensor],
         arguments: Callable[[Sequence[Tensor]], tuple[tuple, dict[str, Any]]],
         weights: Sequence[Tensor],
+        rewind: Callable[[], None],
     ) -> None:
         self._recorder = recorder
         self._home = recorder.stream()
@@ -78,34 +90,69 @@ class Captured:
         memory = self._memory = [room.tensor for room in self._rooms]
         args, kwargs = arguments(memory)
         leaves = pytree.tree_leaves((args, kwargs))
+        device = memory[0].device
+        prelude = self._prelude = Prelude(memory)
+        for room, given in zip(self._rooms, inputs, strict=True):
+            room.fill(given)
+
+        def run() -> Any:
+            with prelude.running():
+                return forward(*args, **kwargs)
+
+        run()
+        rewind()
+        prelude.collecting = False
         versions = [t._version for t in memory]
-        with _keeping() as self._kept, _autocast_without_cache():
-            self._replay, result = recorder.record(
-                lambda: forward(*args, **kwargs), memory[0].device
-            )
+        self._replay_prelude: Callable[[], None] | None = None
+        with _keeping() as (self._kept, self._given), _autocast_without_cache():
+            if prelude.sources:
+                self._replay_prelude, _ = recorder.record(prelude.make_again, device)
+            self._replay, result = recorder.record(run, device)
+        self._given += prelude.weights
         if versions != [t._version for t in memory]:
             raise Refusal("forward writes to its inputs")
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
         self._results = Results(result, memory, weights)
+        self._facts = self._now()
+
+    def holds(self) -> bool:
+        """Whether nobody has written to what the graph depends on since it was captured."""
+        return self._now() == self._facts
+
+    def _now(self) -> tuple[list[int], int]:
+        # an adapter may be merged into a weight behind the back of its version
+        return list(map(_version, self._given)), adapters.all_moves() if self._given else 0
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         stream = self._recorder.stream()
-        for room, given in zip(self._rooms, inputs, strict=True):
+        prelude = False
+        for number, (room, given) in enumerate(zip(self._rooms, inputs, strict=True)):
             if stream != self._home:
                 room.tensor.record_stream(stream)
+            if number in self._prelude.sources:
+                if not self._prelude.is_new(number, given):
+                    continue
+                prelude = True
             room.fill(given)
+        if prelude and self._replay_prelude is not None:
+            self._replay_prelude()
         self._replay()
         return self._results.give(inputs)
 
 
+_version = attrgetter("_version")
+
+
 @contextmanager
-def _keeping() -> Iterator[list[Any]]:
-    kept = _running.kept = []
+def _keeping() -> Iterator[tuple[list[Any], list[Tensor]]]:
+    kept: list[Any] = []
+    given: list[Tensor] = []
+    _running.kept, _running.given = kept, given
     try:
-        yield kept
+        yield kept, given
     finally:
-        _running.kept = None
+        _running.kept = _running.given = None
 
 
 @contextmanager

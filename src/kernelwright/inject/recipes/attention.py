@@ -1,7 +1,8 @@
 """The attention of diffusers that UNets, PixArt, DiT and many others share.
 
 There is no norm or rotation in it to fuse, but there are steps to leave out: its forward looks up
-the signature of its processor at every call, and divides the result by 1.
+the signature of its processor at every call, and divides the result by 1; and keys and values of
+the text are the same at every step.
 """
 
 from __future__ import annotations
@@ -69,9 +70,15 @@ def attend(
     if encoder_hidden_states is not None and attn.norm_cross:
         context = attn.norm_encoder_hidden_states(context)
 
+    def keys_and_values() -> tuple[Tensor, Tensor]:
+        return attn.to_k(context), attn.to_v(context)
+
     query = attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1))
-    key = attn.to_k(context).unflatten(-1, (attn.heads, -1))
-    value = attn.to_v(context).unflatten(-1, (attn.heads, -1))
+    if encoder_hidden_states is None or attn.norm_cross:
+        key, value = keys_and_values()
+    else:
+        key, value = fuse.of_prompt(attn, context, (attn.to_k, attn.to_v), keys_and_values)
+    key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (key, value))
     if attn.norm_q is not None:
         query = attn.norm_q(query)
     if attn.norm_k is not None:
@@ -90,7 +97,7 @@ RECIPE = Recipe(
         Patch(
             is_attention,
             attention,
-            "the same steps with less around them",
+            "the same steps with less around them, those of the text once a prompt",
             sources=("Attention.forward", f"{PROCESSOR}.__call__"),
             written_for=("86cb5d2bf499",),
         ),

@@ -163,7 +163,8 @@ def is_attention(module: nn.Module) -> bool | str:
 
 def mlp(fuse: Fusions) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.down_proj(fuse.swiglu(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return fuse.swiglu_linear(self.down_proj, self.act_fn, gate, up)
 
     return forward
 

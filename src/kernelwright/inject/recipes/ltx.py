@@ -2,7 +2,8 @@
 
 A block modulates two norms and gates two branches; its attention normalises query and key over all
 heads and turns them by tables as wide as the token. Each of these becomes one kernel, and the last
-addition of a block is done together with the first norm of the next.
+addition of a block is done together with the first norm of the next. Keys and values of the text
+are made once a prompt.
 """
 
 from __future__ import annotations
@@ -130,16 +131,25 @@ def attend(
     def rotate(x: Tensor) -> Tensor:
         return x if image_rotary_emb is None else apply_rotary_emb(x, image_rotary_emb)
 
-    value = attn.to_v(context)
-    query, key = fuse.qk_norm_rope(
-        attn.to_q(hidden_states),
-        attn.to_k(context),
-        attn.norm_q,
-        attn.norm_k,
-        fuse.tables.narrow(image_rotary_emb),
-        rotate,
-        across_heads=True,
-    )
+    if encoder_hidden_states is None or image_rotary_emb is not None:
+        value = attn.to_v(context)
+        query, key = fuse.qk_norm_rope(
+            attn.to_q(hidden_states),
+            attn.to_k(context),
+            attn.norm_q,
+            attn.norm_k,
+            fuse.tables.narrow(image_rotary_emb),
+            rotate,
+            across_heads=True,
+        )
+    else:
+
+        def keys_and_values() -> tuple[Tensor, Tensor]:
+            return attn.norm_k(attn.to_k(context)), attn.to_v(context)
+
+        layers = attn.to_k, attn.norm_k, attn.to_v
+        key, value = fuse.of_prompt(attn, context, layers, keys_and_values)
+        query = attn.norm_q(attn.to_q(hidden_states))
     query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, value))
     rows = fuse.attention(query, key, value, attention_mask, processor)
     rows = rows.flatten(2, 3).to(query.dtype)
@@ -196,7 +206,7 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.LTXAttention",
             attention,
-            "QK-norm + RoPE in one launch",
+            "QK-norm + RoPE in one launch, keys and values of the text once a prompt",
             covers=("norm_q", "norm_k"),
             sources=(
                 "LTXAttention.forward",

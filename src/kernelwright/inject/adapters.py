@@ -1,0 +1,48 @@
+"""Whether an adapter has been put around a layer, or taken off it.
+
+peft wraps a layer, may add to its weight behind the back of PyTorch's version counter, and unwraps
+it again. What was made from such a weight must then be made anew. A layer is wrapped by being
+registered in another module, and PyTorch tells who asks of every registration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+_moves: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_wrapped: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_listening: list[Any] = []
+_all = [0]
+
+
+def watch(layer: nn.Module) -> None:
+    """Notice from now on what happens to a layer."""
+    if not _listening:
+        _listening.append(register_module_module_registration_hook(_registered))
+    _moves.setdefault(layer, 0)
+
+
+def moves(layer: nn.Module) -> int:
+    """How often a watched layer was put into another module."""
+    return _moves.get(layer, 0)
+
+
+def all_moves() -> int:
+    """The same of all watched layers together."""
+    return _all[0]
+
+
+def is_wrapped(layer: nn.Module) -> bool:
+    """Whether an adapter has come around a watched layer."""
+    return _wrapped.get(layer, False)
+
+
+def _registered(parent: nn.Module, name: str, child: Any) -> None:
+    if child is not None and child in _moves:
+        _moves[child] += 1
+        _all[0] += 1
+        _wrapped[child] = name == "base_layer"

@@ -1,0 +1,36 @@
+"""The projection of the text that LTX-Video, PixArt and their kin begin with: once a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..fusions import Fusions, hooked_now
+from ..recipe import Forward, Patch, Recipe
+
+
+def projection(fuse: Fusions) -> Forward:
+    def forward(self: Any, caption: Tensor) -> Tensor:
+        def make() -> Tensor:
+            return type(self).forward(self, caption)
+
+        if hooked_now(self.act_1):
+            return make()
+        return fuse.of_prompt(self, caption, (self.linear_1, self.linear_2), make)
+
+    return forward
+
+
+RECIPE = Recipe(
+    family="text projections of diffusers",
+    patches=(
+        Patch(
+            "diffusers.models.embeddings.PixArtAlphaTextProjection",
+            projection,
+            "made once a prompt",
+            sources=("PixArtAlphaTextProjection.forward",),
+            written_for=("561e253ab8f0",),
+        ),
+    ),
+)

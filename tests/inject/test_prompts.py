@@ -1,0 +1,127 @@
+"""What depends on the text alone is made once a prompt, and made anew when anything changes."""
+
+import pytest
+import torch
+from torch import nn
+
+import kernelwright as kw
+from kernelwright import models
+from kernelwright.inject import graphs as graphs_module
+from kernelwright.inject.prompts import Prompts
+
+from .harness import run, same
+from .stand_in import CpuGraphs, alignment_of_new_memory  # noqa: F401
+
+TEXT = "encoder_hidden_states"
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Counts what is made of a prompt."""
+    counts, once = [], Prompts.once
+
+    def counted(self, owner, source, layers, make):
+        return once(self, owner, source, layers, lambda: counts.append(1) or make())
+
+    monkeypatch.setattr(Prompts, "once", counted)
+    return counts
+
+
+def built(name="ltx-video"):
+    how = {"tiny": True, "dtype": torch.float32}
+    return models.build(name, **how), models.inputs(name, **how)
+
+
+@pytest.mark.parametrize("name", ["ltx-video", "pixart", "sdxl-unet"])
+def test_a_prompt_is_used_again_as_long_as_it_is_the_same(name, made):
+    model, inputs = built(name)
+    expected = run(model, inputs)
+    kw.inject(model)
+    assert same(run(model, inputs), expected)
+    first = len(made)
+    assert first
+    assert same(run(model, inputs), expected)
+    assert len(made) == first
+
+
+def change_text(model, inputs):
+    inputs[TEXT] = inputs[TEXT] + 1
+
+
+def write_to_text(model, inputs):
+    inputs[TEXT].add_(1)
+
+
+def write_to_weight(model, inputs):
+    model.transformer_blocks[0].attn2.to_v.weight.mul_(2)
+
+
+def replace_weight(model, inputs):
+    layer = model.transformer_blocks[1].attn2.to_k
+    layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+
+
+def merge_adapter(model, inputs):
+    """As peft does: wrap, add to the data of the weight, unwrap."""
+    attn = model.transformer_blocks[0].attn2
+    layer, wrapper = attn.to_v, nn.Module()
+    wrapper.base_layer = layer
+    layer.weight.data += 1
+    attn.to_v = layer
+
+
+def hook(model, inputs):
+    model.caption_projection.linear_1.register_forward_hook(lambda m, a, out: out * 2)
+
+
+CHANGES = (change_text, write_to_text, write_to_weight, replace_weight, merge_adapter, hook)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+@torch.no_grad()
+def test_whatever_changes_is_seen_at_once(change, graphs, monkeypatch):
+    if graphs:
+        monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
+    model, inputs = built()
+    kw.inject(model, graphs=graphs)
+    for _ in range(3):
+        before = run(model, inputs)
+    change(model, inputs)
+    results = [run(model, inputs) for _ in range(4)]
+    kw.restore(model)
+    expected = run(model, inputs)
+    assert not same(expected, before)
+    assert all(same(result, expected) for result in results)
+
+
+def test_a_graph_makes_them_only_for_a_new_prompt(monkeypatch, made):
+    monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
+    model, inputs = built()
+    report = kw.inject(model, graphs=True)
+    for _ in range(4):
+        run(model, inputs)
+    assert report.graphs[0].captured == 1
+    made.clear()
+    other = {**inputs, "hidden_states": inputs["hidden_states"] + 1}
+    result = run(model, other)
+    assert not made
+    change_text(model, other)
+    changed = run(model, other)
+    assert len(made) == 1 + len(model.transformer_blocks)
+    kw.restore(model)
+    assert same(changed, run(model, other))
+    assert same(result, run(model, {**other, TEXT: inputs[TEXT]}))
+
+
+def test_inference_mode_keeps_nothing(made):
+    """Its tensors do not count who writes to them."""
+    model, inputs = built()
+    kw.inject(model)
+    with torch.inference_mode():
+        inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        model(**inputs)
+        inputs[TEXT].add_(1)
+        result = model(**inputs)
+        kw.restore(model)
+        assert same(result, model(**inputs))
