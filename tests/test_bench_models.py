@@ -1,13 +1,19 @@
 """`kernelwright bench model`: it times what is right, and says what is not."""
 
+import io
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
+from kernelwright.bench import configs, first
 from kernelwright.bench import models as bench
+from kernelwright.bench.models_table import table
 from kernelwright.cli import app
 from kernelwright.inject import fusions
 
@@ -56,6 +62,10 @@ def test_what_is_wrong_has_no_time(monkeypatch):
         (["ltx-vidio"], "ltx-video"),
         (["ltx-video", "--config", "exakt"], "exact"),
         (["ltx-video", "--tokens", "4"], "tokens"),
+        (["ltx-video", "--frames", "50"], "8k + 1: 49 or 57"),
+        (["wan-1.3b", "--frames", "8"], "4k + 1: 5 or 9"),
+        (["ltx-video", "--height", "100"], "a multiple of 32"),
+        (["ltx-video", "--device", "tpu"], "tpu"),
         (["ltx-video", "--dtype", "int8"], "bfloat16"),
         (["ltx-video", "--out", "/proc/nothing/here.json"], "cannot be written"),
     ],
@@ -65,6 +75,84 @@ def test_bad_input_gets_one_clear_line(args, said):
     result = invoke(*args, "--tiny")
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_a_configuration_that_cannot_be_had_says_why_and_is_no_failure(monkeypatch):
+    kept = configs.injected
+
+    def none_of_that(model, **how):
+        if how["numerics"] == "fp8":
+            raise ValueError("inject: no fp8 on this GPU")
+        return kept(model, **how)
+
+    monkeypatch.setattr(configs, "injected", none_of_that)
+    both = invoke("ltx-video", *TINY, "--config", "exact,fp8+graphs", "--json")
+    assert both.exit_code == 0, both.output
+    exact, fp8 = json.loads(both.stdout)
+    assert "ms" in exact
+    assert fp8["failed"] == "inject: no fp8 on this GPU"
+    assert fp8["unavailable"]
+    alone = invoke("ltx-video", *TINY, "--config", "fp8")
+    assert alone.exit_code == 1
+    assert "ltx-video fp8: inject: no fp8 on this GPU" in alone.output
+
+
+class Ran:
+    """What subprocess.run gives back, and what it was given."""
+
+    def __init__(self, returncode=0, stderr=""):
+        self.returncode, self.stderr = returncode, stderr
+        self.stdout = 'warming up\n{"first_s": 1.5}\n'
+        self.commands, self.folders = [], []
+
+    def __call__(self, command, env, **how):
+        self.commands.append(command)
+        folder = Path(env["KERNELWRIGHT_CACHE"])
+        self.folders.append((folder, folder.exists()))
+        folder.mkdir(exist_ok=True)
+        return self
+
+
+def test_the_first_result_is_timed_with_a_cold_and_then_a_warm_cache(monkeypatch):
+    ran = Ran()
+    monkeypatch.setattr(first.subprocess, "run", ran)
+    result = invoke("ltx-video", *TINY, "--config", "eager", "--frames", "9", "--first", "--json")
+    (row,) = json.loads(result.stdout)
+    assert (row["cold_s"], row["warm_s"]) == (1.5, 1.5)
+    (cold, found), (warm, kept) = ran.folders
+    assert cold == warm
+    assert (found, kept) == (False, True)
+    assert not cold.exists()
+    options = ran.commands[0][ran.commands[0].index("ltx-video") :]
+    wanted = "ltx-video --config eager --device cpu --dtype float32 --tiny --size frames=9"
+    assert options == wanted.split()
+
+
+def test_a_first_result_that_fails_keeps_the_other_figures(monkeypatch):
+    monkeypatch.setattr(first.subprocess, "run", Ran(1, "Traceback\nMemoryError: too large\n"))
+    result = invoke("ltx-video", *TINY, "--config", "eager", "--first", "--json")
+    (row,) = json.loads(result.stdout)
+    assert row["ms"] > 0
+    assert "MemoryError: too large" in row["first_problem"]
+    assert "MemoryError: too large" in result.stderr
+
+
+def test_a_process_of_its_own_prints_the_seconds(monkeypatch, capsys):
+    command = "first ltx-video --config exact --device cpu --dtype float32 --tiny --size frames=9"
+    monkeypatch.setattr(sys, "argv", command.split())
+    first.main()
+    assert 0 < json.loads(capsys.readouterr().out)["first_s"] < 60
+
+
+def test_the_table_splits_the_time_by_kind():
+    row = {"model": "flux-dev", "sizes": {}, "config": "eager", "ms": 170.0, "first_s": 3.0}
+    row |= {"cold_s": 9.25, "warm_s": 4.5, "peak_gib": 24.0, "equal": True, "error": 1e-3}
+    row["split"] = {"GEMM": 78.7, "attention": 23.5, "fused": 11.5, "other": 53.1}
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table([row]))
+    text = console.export_text()
+    for cell in ("cold s", "9.2", "warm s", "4.5", "GiB", "24.0", "GEMM", "78.7", "other", "53.1"):
+        assert cell in text
 
 
 def test_compiled_by_block_and_undone(monkeypatch):

@@ -17,33 +17,27 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import models
-from ..inject import contract, injected
+from .. import models, place
+from ..errors import CannotRun
+from ..inject import contract
 from ..inject.check import equal
-from ..inject.report import Report
 from ..profiling.categories import split
 from ..profiling.record import record
-from . import results
-
-CONFIGS = (
-    "eager",
-    "exact",
-    "exact+graphs",
-    "fused",
-    "fused+graphs",
-    "compile",
-    "exact+compile",
-    "fused+compile",
-)
+from . import first, results
+from .configs import CONFIGS, configured, tier_of
+from .environment import environment_of
 
 
 class Wrong(AssertionError):
     """A model gave what it must not give: its time would mean nothing."""
+
+
+class Unavailable(Exception):
+    """A configuration that cannot be had here, and why."""
 
 
 def measure(
@@ -55,9 +49,15 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     seconds: float = 2.0,
     with_error: bool = True,
+    with_first: bool = False,
+    done: Callable[[], None] = lambda: None,
     **sizes: int,
 ) -> list[dict[str, Any]]:
-    """One row a configuration: milliseconds a forward, memory, seconds to the first result."""
+    """One row a configuration: milliseconds a forward, memory, seconds to the first result.
+
+    `with_first` reads those seconds in processes of their own too, with cold and with warm caches.
+    `done` is called after each row.
+    """
     build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     model = models.build(preset, **build)
     inputs = models.inputs(preset, **{**build, **sizes})
@@ -76,9 +76,16 @@ def measure(
             }
             try:
                 row |= _measure(model, inputs, config, expected, truth, eager_error, seconds)
+                if with_first:
+                    row |= first.cold_and_warm(preset, config, sizes=sizes, **build)
             except Wrong as wrong:
                 row["failed"] = str(wrong)
+            except Unavailable as no:
+                row |= {"failed": str(no), "unavailable": True}
+            except CannotRun as no:
+                row["first_problem"] = str(no)
             rows.append(row)
+            done()
     return rows
 
 
@@ -91,11 +98,14 @@ def _measure(
     eager_error: float | None,
     seconds: float,
 ) -> dict[str, Any]:
-    tier = _tier(config)
+    tier = tier_of(config)
     _fresh()
     with ExitStack() as stack:
         begin = time.perf_counter()
-        run, report = configured(model, config, stack)
+        try:
+            run, report = configured(model, config, stack)
+        except (ValueError, CannotRun) as no:
+            raise Unavailable(str(no)) from None
         result = run(**inputs)
         _wait()
         first = time.perf_counter() - begin
@@ -125,42 +135,8 @@ def _measure(
     return row
 
 
-def configured(
-    model: nn.Module, config: str, stack: ExitStack
-) -> tuple[Callable[..., Any], Report | None]:
-    """What to call for `model` in this configuration until `stack` closes, and inject's report."""
-    parts = config.split("+")
-    report = None
-    if tier := _tier(config):
-        how = {"numerics": tier, "graphs": "graphs" in parts}
-        report = stack.enter_context(injected(model, **how))
-    return (_compiled(model, stack) if "compile" in parts else model), report
-
-
-def _tier(config: str) -> str | None:
-    return next((p for p in config.split("+") if p in ("exact", "fused")), None)
-
-
 def _device(inputs: dict[str, Any]) -> torch.device:
     return next(t.device for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
-
-
-def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
-    """By block where the library names the blocks, as diffusers recommends; else the whole."""
-    torch._dynamo.reset()
-    repeated = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
-    blocks = [m for m in model.modules() if type(m).__name__ in (repeated or ())]
-    if not blocks:
-        return torch.compile(model)
-    for block in blocks:
-        block.compile()
-
-    def undo() -> None:
-        for block in blocks:
-            block._compiled_call_impl = None
-
-    stack.callback(undo)
-    return model
 
 
 def _check(config: str, tier: str | None, row: dict[str, Any], rows: int) -> None:
@@ -219,31 +195,6 @@ def _sizes(preset: str, tiny: bool) -> dict[str, int]:
     return dict(found.tiny_sizes if tiny else found.sizes)
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title="One forward")
-    columns = ("model", "config", "ms", "against eager", "first s", "GiB", "bits", "error")
-    for column in columns:
-        shown.add_column(column, justify="left" if column in ("model", "config") else "right")
-    eager = {(r["model"], str(r["sizes"])): r["ms"] for r in rows if r["config"] == "eager"}
-    for row in rows:
-        if "failed" in row:
-            shown.add_row(row["model"], row["config"], row["failed"], style="red")
-            continue
-        base = eager.get((row["model"], str(row["sizes"])))
-        error = "" if row["error"] is None else f"{row['error']:.2e}"
-        shown.add_row(
-            row["model"],
-            row["config"],
-            f"{row['ms']:.1f}",
-            f"{base / row['ms']:.2f}×" if base else "",
-            f"{row['first_s']:.1f}",
-            f"{row['reserved_gib']:.1f}" if "reserved_gib" in row else "",
-            "same" if row["equal"] else "differ",
-            error,
-        )
-    return shown
-
-
 def run(
     presets: Sequence[str],
     configs: Sequence[str],
@@ -251,9 +202,10 @@ def run(
     *,
     tiny: bool = False,
     device: str | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     seconds: float = 2.0,
     with_error: bool = True,
+    with_first: bool = False,
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure presets (all if none is named) one after the other, and write down what is done."""
@@ -261,17 +213,30 @@ def run(
         if config not in CONFIGS:
             raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
     names = list(presets) or list(models.presets())
+    given: dict[str, Any] = {"tiny": tiny, **sizes}
     for name in names:  # before hours of work, not in between
-        models.inputs(name, tiny=True)
+        models.inputs(name, **given)
     if out is not None:
         results.check_writable(out)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    how: dict[str, Any] = {"tiny": tiny, "device": place, "with_error": with_error}
-    how["dtype"] = getattr(torch, dtype)
+    at = place.choose_device(device, tiny=tiny)
+    how: dict[str, Any] = {"device": str(at), "dtype": place.choose_dtype(dtype, at), **given}
     rows: list[dict[str, Any]] = []
-    for name in track(names, "timing", console=Console(stderr=True), transient=True):
-        rows += measure(name, configs, seconds=seconds, **{**how, **sizes})
-        _fresh()
-        if out is not None:
-            results.write(out, "models", rows)
+    with ExitStack() as stack:
+        if at.type == "cuda":
+            stack.enter_context(torch.cuda.device(at))
+        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+        task = progress.add_task("timing", total=len(names) * len(configs))
+        for name in names:
+            rows += measure(
+                name,
+                configs,
+                seconds=seconds,
+                with_error=with_error,
+                with_first=with_first,
+                done=lambda: progress.advance(task),
+                **how,
+            )
+            _fresh()
+            if out is not None:
+                results.write(out, "models", rows, environment=environment_of(at))
     return rows

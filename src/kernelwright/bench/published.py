@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from .. import catalog
+from ..report.figures import Model, Video, devices
+from ..report.reading import Results, read
+from ..report.rows import RANDOM
+from ..report.videos import psnr
 
 SHOWN = {
     "compile": "torch.compile",
@@ -19,60 +21,76 @@ SHOWN = {
 
 
 def update(readme: Path, results: Path) -> None:
-    """Put today's tables between the markers of README.md."""
+    """Put today's tables between the markers that README.md has."""
     sections: dict[str, Callable[[], str]] = {
         "ops": lambda: catalog.markdown(catalog.entries()),
         "models": lambda: models(results / "h200" / "models"),
+        "videos": lambda: videos(results / "h200" / "videos"),
     }
     text = readme.read_text()
     for name, make in sections.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
+        if begin in text:
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
     readme.write_text(text)
 
 
 def models(folder: Path) -> str:
     """One line a model: milliseconds of one forward, and how much faster than eager."""
-    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    files = read([folder])
+    (device,) = devices(files)
     lines = [
         f"| one forward, ms | eager | {' | '.join(SHOWN.values())} |",
         f"|---|---|{'---|' * len(SHOWN)}",
     ]
-    by_speed = sorted(files, key=lambda f: -_speed(f["rows"]))
-    lines += [_line(file["rows"]) for file in by_speed]
-    environment = files[0]["environment"]
-    commits = sorted({file["environment"]["commit"][:7] for file in files})
-    note = (
-        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}, "
-        f"random weights, commit {', '.join(commits)}; = means `torch.equal` to eager."
-    )
+    lines += [_model(model) for model in sorted(device.models, key=_graphs_gain, reverse=True)]
+    return "\n".join([*lines, "", f"{_about(files, RANDOM)}; = means `torch.equal` to eager."])
+
+
+def _model(model: Model) -> str:
+    eager = model.row("eager")
+    cells = [f"{eager.ms:.1f}" if eager and eager.ms else "–"]
+    for config in SHOWN:
+        row = model.row(config)
+        same = " =" if row and row.equal else ""
+        cells.append(f"{row.ms:.1f} ({model.speedup(row):.2f}×){same}" if row else "–")
+    workload = model.rows[0].workload
+    title = " ".join(word for word in (f"`{workload.model}`", workload.size) if word)
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _graphs_gain(model: Model) -> float:
+    row = model.row("exact+graphs")
+    return (row and model.speedup(row)) or 0.0
+
+
+def videos(folder: Path) -> str:
+    """A line for each way to make a video, from prompt to frames."""
+    files = read([folder])
+    (device,) = devices(files)
+    lines = [
+        "| prompt to frames | run | s | ms a step | ms a frame | against eager | latents |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [line for video in device.videos for line in _video(video)]
+    weights = ", ".join(dict.fromkeys(row.weights for file in files for row in file.video))
+    note = f"{_about(files, weights)}; PSNR is of the last latents to eager's."
     return "\n".join([*lines, "", note])
 
 
-def _line(rows: list[dict[str, Any]]) -> str:
-    times = {row["config"]: row for row in rows if "ms" in row}
-    eager = times["eager"]["ms"]
-    cells = []
-    for config in SHOWN:
-        row = times.get(config)
-        if row is None:
-            cells.append("–")
-            continue
-        same = " =" if row["equal"] else ""
-        cells.append(f"{row['ms']:.1f} ({eager / row['ms']:.2f}×){same}")
-    return f"| {_title(rows[0])} | {eager:.1f} | {' | '.join(cells)} |"
+def _video(video: Video) -> list[str]:
+    lines = []
+    for row in video.rows:
+        if row.total_s and row.step_s and row.frame_s:
+            times = (row.total_s, row.step_s * 1e3, row.frame_s * 1e3)
+            cells = [video.title, row.config, *(f"{t:.1f}" for t in times)]
+            lines.append(f"| {' | '.join(cells)} | {video.speedup(row):.2f}× | {psnr(row)} |")
+    return lines
 
 
-def _title(row: dict[str, Any]) -> str:
-    sizes = row["sizes"]
-    picture = f"{sizes['width']}×{sizes['height']}" if "height" in sizes else ""
-    frames = f"{sizes['frames']}f" if "frames" in sizes else ""
-    tokens = f"{sizes['tokens']} tokens" if "tokens" in sizes else ""
-    batch = f"batch {sizes['batch']}" if sizes.get("batch", 1) > 1 else ""
-    return " ".join(p for p in (f"`{row['model']}`", frames, picture, tokens, batch) if p)
-
-
-def _speed(rows: list[dict[str, Any]]) -> float:
-    times = {row["config"]: row["ms"] for row in rows if "ms" in row}
-    return times["eager"] / times["exact+graphs"]
+def _about(files: Sequence[Results], weights: str) -> str:
+    first = files[0].environment
+    commits = sorted({(file.environment.commit or "unknown")[:7] for file in files})
+    versions = f"torch {first.torch}, triton {first.triton}"
+    return f"{first.gpu}, {versions}, {weights}, commit {', '.join(commits)}"

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..errors import BadSetting
+
 SCHEMA = 1
 
 
@@ -28,9 +30,9 @@ def environment() -> dict[str, Any]:
         "triton": _version("triton"),
         "cuda_core": _version("cuda-core"),
         "python": sys.version.split()[0],
-        "commit": os.environ.get("KERNELWRIGHT_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        "commit": os.environ.get("KERNELWRIGHT_COMMIT") or _commit(),
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *map(_portable, sys.orig_argv[1:])]),
+        "command": " ".join(["python", *map(portable, sys.orig_argv[1:])]),
     }
 
 
@@ -44,8 +46,8 @@ def write(path: Path, kind: str, rows: list[dict[str, Any]], **more: Any) -> Non
     path.write_text(f'{text[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
-def check_writable(path: Path) -> None:
-    """Raise a ValueError that says so if a result could not be written there afterwards."""
+def check_writable(path: Path, option: str = "--out") -> None:
+    """Raise a BadSetting, before any work, if a file could not be written there afterwards."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
@@ -53,10 +55,19 @@ def check_writable(path: Path) -> None:
             raise IsADirectoryError("it is a folder")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ValueError(f"{path} cannot be written ({reason}): choose another file") from None
+        message = f"{path} cannot be written ({reason}): choose another file"
+        raise BadSetting(option, message) from None
 
 
-def _portable(argument: str) -> str:
+def _commit() -> str | None:
+    """The commit of this source, not of a repository that it is only used in."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    if _output(*git, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return _output(*git, "rev-parse", "HEAD")
+
+
+def portable(argument: str) -> str:
     """An argument without the folders of this machine."""
     return Path(argument).name if os.path.isabs(argument) else argument
 

@@ -1,8 +1,8 @@
-"""GPU time and host time of a call.
+"""GPU time, host time and wall time of calls.
 
 GPU time is one replay of a CUDA graph that walks over rotated argument sets larger than three times
 the L2 cache, divided by its calls: no launch gaps, no warm cache. Host time is what the caller's
-thread spends, measured apart.
+thread spends, measured apart. Ways are taken in turns, so a clock that drifts drifts for all.
 """
 
 from __future__ import annotations
@@ -10,73 +10,117 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# readings of each way at least, however short the time that is given
+READINGS = 9
+CPU_READINGS = 3  # seconds each at the shapes of models
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call and the argument sets that it is given in turn."""
+
+    call: Callable[[Any], Any]
+    sets: Sequence[Any]
+
 
 def rotation(bytes_a_set: int, device: torch.device) -> int:
     """How many argument sets it takes to outgrow the cache three times over."""
+    if device.type != "cuda":
+        return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(64, 1 + 3 * cache // max(1, bytes_a_set)))
 
 
-def gpu_us(call: Callable[[Any], Any], sets: Sequence[Any], replays: int = 9) -> float:
-    """Median GPU microseconds of call(set) over the sets, in a CUDA graph."""
-    rounds = max(1, 20 // len(sets))
-    kept: list[Any] = [None] * len(sets)  # outputs rotate as well, so none is written twice hot
-    # memory that pending work still reads may already belong to the sets: let it finish
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for i, arguments in enumerate(sets[:2]):
-            kept[i] = call(arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for i, arguments in enumerate(sets):
-                kept[i] = call(arguments)
-    graph.replay()
-    torch.cuda.synchronize()
-    readings = []
-    for _ in range(replays):
+class Replay:
+    """All sets of a `Timed`, as one CUDA graph."""
+
+    def __init__(self, timed: Timed) -> None:
+        rounds = max(1, 20 // len(timed.sets))
+        self.calls = rounds * len(timed.sets)
+        # outputs rotate as well, so none is written twice hot
+        self._kept: list[Any] = [None] * len(timed.sets)
+        # memory that pending work still reads may already belong to the sets: let it finish
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i, arguments in enumerate(timed.sets[:2]):
+                self._kept[i] = timed.call(arguments)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(rounds):
+                for i, arguments in enumerate(timed.sets):
+                    self._kept[i] = timed.call(arguments)
+        self._graph.replay()
+        torch.cuda.synchronize()
+
+    def __call__(self) -> float:
+        """Microseconds of a call, by events around one replay."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        self._graph.replay()
         end.record()
         end.synchronize()
-        readings.append(begin.elapsed_time(end) * 1e3 / (rounds * len(sets)))
-    return statistics.median(readings)
+        return begin.elapsed_time(end) * 1e3 / self.calls
 
 
-def host_us(
-    ways: Mapping[str, Callable[[], Any]], calls: int = 100, repeats: int = 9
+def medians(
+    readings: Mapping[str, Callable[[], float]], seconds: float, least: int = READINGS
 ) -> dict[str, float]:
-    """Median microseconds that the calling thread spends on a call of each of the ways, taken in
-    turns: a CPU that slows down for a while slows them all."""
-    readings: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, call in ways.items():
-            call()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                call()
-            readings[name].append((time.perf_counter() - begin) * 1e6 / calls)
-    torch.cuda.synchronize()
-    return {name: statistics.median(taken) for name, taken in readings.items()}
+    """The median of each reading, taken in turns for `seconds` a reading."""
+    taken: dict[str, list[float]] = {name: [] for name in readings}
+    end = time.perf_counter() + seconds * len(readings)
+    rounds = 0
+    while rounds < least or time.perf_counter() < end:
+        for name, read in readings.items():
+            taken[name].append(read())
+        rounds += 1
+    return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def copy_us(moved: int, device: torch.device) -> float:
-    """GPU microseconds of a device copy that reads and writes `moved` bytes in all."""
-    # odd sizes take another, slower copy kernel
-    half = max(1, moved // 2 >> 16) << 16
+def host_reading(timed: Timed, gpu_us: float) -> Callable[[], float]:
+    """Reads the microseconds that the calling thread spends on a call of so much GPU time."""
+    calls = max(5, min(100, int(20_000 / gpu_us)))
+
+    def read() -> float:
+        timed.call(timed.sets[0])
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            timed.call(timed.sets[0])
+        spent = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return spent * 1e6 / calls
+
+    return read
+
+
+def wall_reading(timed: Timed) -> Callable[[], float]:
+    """Reads the microseconds of a call on the CPU."""
+
+    def read() -> float:
+        begin = time.perf_counter()
+        timed.call(timed.sets[0])
+        return (time.perf_counter() - begin) * 1e6
+
+    return read
+
+
+def copying(moved: int, device: torch.device) -> Timed:
+    """A copy that reads and writes `moved` bytes in all."""
+    half = max(1, moved // 2)
+    if device.type == "cuda":  # odd sizes take another, slower copy kernel there
+        half = max(1, half >> 16) << 16
     pairs = [
         tuple(torch.randint(0, 255, (half,), dtype=torch.uint8, device=device) for _ in range(2))
         for _ in range(rotation(2 * half, device))
     ]
-    return gpu_us(lambda pair: pair[1].copy_(pair[0]), pairs)
+    return Timed(lambda pair: pair[1].copy_(pair[0]), pairs)
 
 
 def bytes_of(values: Sequence[Any]) -> int:

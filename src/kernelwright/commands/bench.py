@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from .bench_ops import JsonOption, OutOption, ops
+from .wide import show
+
+__all__ = ["JsonOption", "OutOption", "app"]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure models and videos; what is wrong is not timed."
+    no_args_is_help=True, help="Measure ops, models and videos; what is wrong is not timed."
 )
-DTYPES = ("bfloat16", "float16", "float32")
-
-OutOption = Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+app.command()(ops)
 
 
 @app.command()
@@ -28,7 +28,7 @@ def model(
         str,
         typer.Option(
             help="What to compare, with commas: eager, compile, exact, exact+graphs, fused, "
-            "fused+graphs, exact+compile, fused+compile."
+            "fused+graphs, exact+compile, fused+compile, fp8, fp8+graphs."
         ),
     ] = "eager,exact,exact+graphs,fused,fused+graphs,compile,exact+compile",
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
@@ -37,23 +37,37 @@ def model(
     batch_size: Annotated[int | None, typer.Option(help="Inputs in one batch.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a language model.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small models of the same kind.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1 or cpu. An idle GPU if there is one.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float16 or float32. bfloat16 by default, float32 on a CPU."),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each.")] = 2.0,
     error: Annotated[
         bool, typer.Option("--error/--no-error", help="Hold results against a float32 run.")
     ] = True,
+    first: Annotated[
+        bool,
+        typer.Option(
+            "--first",
+            help="Also time the first result in new processes, with cold and with warm caches.",
+        ),
+    ] = False,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time one forward of whole models: eager, torch.compile, injected, and combinations.
 
     A time is taken only after the result was held against eager: exact must give its bits, fused
-    an error against a float32 run that is not above eager's. Exits with 1 if one does not.
+    an error against a float32 run that is not above eager's. Exits with 1 if one does not. A
+    configuration that cannot be had here gets a line that says why. On a GPU the time is split
+    into GEMM, attention, fused kernels and the rest.
     """
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r}, expected any of {', '.join(DTYPES)}")
     from ..bench import models as bench
+    from ..bench.models_table import notes, table
+    from ..errors import BadSetting, CannotRun
 
     sizes = {"frames": frames, "height": height, "width": width, "batch": batch_size}
     sizes["tokens"] = tokens
@@ -67,12 +81,23 @@ def model(
             dtype=dtype,
             seconds=seconds,
             with_error=error,
+            with_first=first,
             out=out,
         )
+    except CannotRun as no:
+        typer.echo(f"kernelwright bench model: {no}", err=True)
+        raise typer.Exit(1) from None
+    except BadSetting as wrong:
+        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from None
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
-        Console().print(bench.table(rows))
-    raise typer.Exit(1 if any("failed" in row for row in rows) else 0)
+        show(table(rows), notes(rows))
+    for row in rows:
+        if "first_problem" in row:
+            name = f"{row['model']} {row['config']}"
+            typer.echo(f"kernelwright bench model: {name}: {row['first_problem']}", err=True)
+    failed = any("failed" in row and "unavailable" not in row for row in rows)
+    raise typer.Exit(1 if failed or not any("ms" in row for row in rows) else 0)

@@ -31,7 +31,7 @@ def profile(
     batch_size: Annotated[int | None, typer.Option(help="Inputs in one batch.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a language model.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="A small model of the same kind.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu. (an idle GPU)")] = None,
     kernels: Annotated[
         str | None,
         typer.Option(help="Level 3: a regular expression of names. By default our kernels."),
@@ -51,14 +51,16 @@ def profile(
     Level 3 looks into the kernels with ncu: bandwidth, occupancy, what limits it, and one line of
     advice. Exits with 1 if a level lacks its tool; the others run all the same.
     """
+    from ..errors import BadSetting, CannotRun
     from ..profiling.categories import OURS
     from ..profiling.page import page
     from ..profiling.run import run
+    from ..progress import steps_shown
 
     sizes = {"frames": frames, "height": height, "width": width, "batch": batch_size}
     sizes["tokens"] = tokens
     try:
-        with Console(stderr=True).status(f"profiling {preset}"):
+        with steps_shown(Console(stderr=True), quiet=as_json) as show:
             rows, problems = run(
                 preset,
                 _levels(level),
@@ -70,9 +72,15 @@ def profile(
                 launches=launches,
                 trace=trace,
                 out=out,
+                show=show,
             )
+    except BadSetting as wrong:
+        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from None
+    except CannotRun as lack:
+        typer.echo(f"kernelwright profile: {lack}", err=True)
+        raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     elif rows:

@@ -37,11 +37,13 @@ def report(
     """
     with _one_line("report"):
         from .. import report as reports
+        from ..bench.results import check_writable
 
         files = reports.read(results)
-        text = reports.page(files)
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(text, encoding="utf-8")
+        check_writable(html, "--html")
+        if png is not None:
+            check_writable(png / "chart.png", "--png")
+        html.write_text(reports.page(files), encoding="utf-8")
         typer.echo(f"{html}: {len(files)} result file{'s' if len(files) != 1 else ''}")
         if png is not None:
             from ..report.png import draw
@@ -97,11 +99,12 @@ def _print(found: Comparison) -> None:
 @contextmanager
 def _one_line(command: str) -> Iterator[None]:
     """Say what is wrong with a file in one line, and exit with 1."""
+    from ..errors import BadSetting
     from ..report.png import CannotDraw
-    from ..report.reading import Unreadable
+    from ..report.values import Unreadable
 
     try:
         yield
-    except (Unreadable, CannotDraw, OSError) as error:
+    except (Unreadable, CannotDraw, BadSetting, OSError) as error:
         typer.echo(f"kernelwright {command}: {error}", err=True)
         raise typer.Exit(1) from None

@@ -12,81 +12,39 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..video.settings import PROMPT, TINY, BadSetting, CannotRun, Settings, settings
+from ..errors import BadSetting, CannotRun
+from ..video.settings import Settings, settings
+from . import video_options as option
+from .bench import JsonOption, OutOption
 
 COMPARED = "eager,exact+graphs"
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="LTX-Video in a folder, or its Hub id. Without it: random weights."),
-]
-Tiny = Annotated[bool, typer.Option("--tiny", help="A small model with random weights.")]
-Prompt = Annotated[str | None, typer.Option(help=f"What the video shall show. ({PROMPT})")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What it shall not.")]
-NumFrames = Annotated[
-    int | None, typer.Option(help=f"Frames, 8k + 1. ({Settings.frames}; tiny {TINY['frames']})")
-]
-Height = Annotated[
-    int | None,
-    typer.Option(help=f"Pixels, a multiple of 32. ({Settings.height}; tiny {TINY['height']})"),
-]
-Width = Annotated[
-    int | None,
-    typer.Option(help=f"Pixels, a multiple of 32. ({Settings.width}; tiny {TINY['width']})"),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(help=f"Denoise steps, 2 or more. ({Settings.steps}; tiny {TINY['steps']})"),
-]
-Guidance = Annotated[float, typer.Option(help="Weight of the prompt; 1 or less: no guidance.")]
-Seed = Annotated[int, typer.Option(help="Of the noise that it begins with.")]
-BatchSize = Annotated[int, typer.Option(help="Videos made at once.")]
-Fps = Annotated[int, typer.Option(help="Frames a second.")]
-Warmup = Annotated[int, typer.Option(help="Short runs (2 steps) before the one that counts.")]
-Optimized = Annotated[
-    bool | None,
-    typer.Option(
-        "--use-optimized-kernels/--no-optimized-kernels", help="Inject the kernels, or do not."
-    ),
-]
-Numerics = Annotated[
-    str | None, typer.Option(help="exact: the bits of eager. fused: rounds less often. (exact)")
-]
-Graphs = Annotated[bool, typer.Option("--graphs", help="Replay the denoiser as a CUDA graph.")]
-Compile = Annotated[bool, typer.Option("--compile", help="torch.compile, by block.")]
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu. (an idle GPU)")]
-Dtype = Annotated[
-    str | None, typer.Option(help="bfloat16, float16 or float32. (bfloat16; on a CPU float32)")
-]
-Gif = Annotated[bool, typer.Option("--gif", help="Write a gif beside the mp4.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
 
 def generate(
-    prompt: Prompt = None,
-    negative_prompt: NegativePrompt = None,
+    prompt: option.Prompt = None,
+    negative_prompt: option.NegativePrompt = None,
     output: Annotated[
         Path, typer.Option(help="The file to write: .mp4 or .gif; numbered if there are several.")
     ] = Path("video.mp4"),
-    gif: Gif = False,
-    model: Model = None,
-    tiny: Tiny = False,
-    num_frames: NumFrames = None,
-    height: Height = None,
-    width: Width = None,
-    steps: Steps = None,
-    guidance_scale: Guidance = Settings.guidance_scale,
-    seed: Seed = Settings.seed,
-    batch_size: BatchSize = Settings.batch,
-    fps: Fps = Settings.fps,
-    use_optimized_kernels: Optimized = None,
-    numerics: Numerics = None,
-    graphs: Graphs = False,
-    compile: Compile = False,
-    warmup_iterations: Warmup = 0,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    gif: option.Gif = False,
+    model: option.Model = None,
+    tiny: option.Tiny = False,
+    num_frames: option.NumFrames = None,
+    height: option.Height = None,
+    width: option.Width = None,
+    steps: option.Steps = None,
+    guidance_scale: option.Guidance = Settings.guidance_scale,
+    seed: option.Seed = Settings.seed,
+    batch_size: option.BatchSize = Settings.batch,
+    fps: option.Fps = Settings.fps,
+    use_optimized_kernels: option.Optimized = None,
+    numerics: option.Numerics = None,
+    graphs: option.Graphs = False,
+    compile: option.Compile = False,
+    warmup_iterations: option.Warmup = 0,
+    device: option.Device = None,
+    dtype: option.Dtype = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Generate a video with LTX-Video, and say how long each part of it took.
 
@@ -95,8 +53,8 @@ def generate(
     the frames have the bits of plain diffusers, unless options say otherwise.
     """
     with _one_line_errors("generate"):
+        from ..progress import steps_shown
         from ..video import compare, run, ways, write
-        from ..video.progress import steps_shown
 
         wanted = settings(
             tiny=tiny,
@@ -138,32 +96,32 @@ def bench_video(
             f"fused+graphs, fused+compile, ... Eager is always there. ({COMPARED})"
         ),
     ] = None,
-    prompt: Prompt = None,
-    negative_prompt: NegativePrompt = None,
+    prompt: option.Prompt = None,
+    negative_prompt: option.NegativePrompt = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Keep the videos: boat.mp4 becomes boat-eager.mp4 and so on."),
     ] = None,
-    gif: Gif = False,
-    model: Model = None,
-    tiny: Tiny = False,
-    num_frames: NumFrames = None,
-    height: Height = None,
-    width: Width = None,
-    steps: Steps = None,
-    guidance_scale: Guidance = Settings.guidance_scale,
-    seed: Seed = Settings.seed,
-    batch_size: BatchSize = Settings.batch,
-    fps: Fps = Settings.fps,
-    use_optimized_kernels: Optimized = None,
-    numerics: Numerics = None,
-    graphs: Graphs = False,
-    compile: Compile = False,
-    warmup_iterations: Warmup = 2,
-    device: Device = None,
-    dtype: Dtype = None,
-    out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
-    as_json: AsJson = False,
+    gif: option.Gif = False,
+    model: option.Model = None,
+    tiny: option.Tiny = False,
+    num_frames: option.NumFrames = None,
+    height: option.Height = None,
+    width: option.Width = None,
+    steps: option.Steps = None,
+    guidance_scale: option.Guidance = Settings.guidance_scale,
+    seed: option.Seed = Settings.seed,
+    batch_size: option.BatchSize = Settings.batch,
+    fps: option.Fps = Settings.fps,
+    use_optimized_kernels: option.Optimized = None,
+    numerics: option.Numerics = None,
+    graphs: option.Graphs = False,
+    compile: option.Compile = False,
+    warmup_iterations: option.Warmup = 2,
+    device: option.Device = None,
+    dtype: option.Dtype = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Time LTX-Video from prompt to frames: eager, torch.compile, injected, and combinations.
 
@@ -174,8 +132,9 @@ def bench_video(
     """
     with _one_line_errors("bench video"):
         from ..bench import results
+        from ..bench.environment import environment_of
+        from ..progress import steps_shown
         from ..video import compare, ways, write
-        from ..video.progress import steps_shown
 
         wanted = settings(
             tiny=tiny,
@@ -201,7 +160,7 @@ def bench_video(
         if output is not None:
             write.check_output(output)
         if out is not None:
-            write.check_writable("--out", out)
+            results.check_writable(out)
         pipe, place = _pipeline(model, tiny, device, dtype)
 
         def keep(name: str, run: Any) -> None:
@@ -213,9 +172,11 @@ def bench_video(
 
         with steps_shown(Console(stderr=True), quiet=as_json) as show:
             rows = compare.compare(pipe, wanted, compared, show=show, keep=keep)
-        about = {**place, "model": model, "tiny": tiny, "settings": asdict(wanted)}
+        name = None if model is None else results.portable(model)
+        about = {**place, "model": name, "tiny": tiny, "settings": asdict(wanted)}
         if out is not None:
-            results.write(out, "video", rows, **about)
+            where = environment_of(pipe.transformer.device)
+            results.write(out, "video", rows, environment=where, **about)
     if as_json:
         _print_json({**about, "rows": rows})
     else:
@@ -248,7 +209,7 @@ def _pipeline(
     """The pipeline, and where and in which dtype it is, in words."""
     import torch
 
-    from ..video.place import choose_device, choose_dtype
+    from ..place import choose_device, choose_dtype
     from ..video.source import pipeline
 
     place = choose_device(device, tiny=tiny)

@@ -64,6 +64,7 @@ class Preset:
     tiny_sizes: Sizes
     make_inputs: Callable[[Draw, Mapping[str, Any], Sizes], dict[str, Any]]
     pixels: int = 1  # heights and widths are multiples of it
+    frames: int = 1  # numbers of frames are one above a multiple of it
 
     def build(
         self,
@@ -108,6 +109,12 @@ class Preset:
             if value < 1 or value % multiple:
                 wanted = f"a multiple of {multiple}" if multiple > 1 else "1 or more"
                 raise ValueError(f"{self.name}: {name} is {value}, expected {wanted}")
+            if name == "frames" and (value - 1) % self.frames:
+                below = value - (value - 1) % self.frames
+                raise ValueError(
+                    f"{self.name}: frames is {value}, expected {self.frames}k + 1: "
+                    f"{below} or {below + self.frames}"
+                )
         draw = Draw(dtype, device, seed)
         return self.make_inputs(draw, self._config(tiny), {**defaults, **sizes})
 

@@ -65,6 +65,7 @@ LTX_VIDEO = Preset(
     tiny_sizes={"batch": 2, "frames": 17, "height": 64, "width": 96, "text": 12},
     make_inputs=_ltx,
     pixels=32,
+    frames=8,
 )
 
 
@@ -118,6 +119,7 @@ WAN_1_3B = Preset(
     tiny_sizes={"batch": 1, "frames": 9, "height": 32, "width": 48, "text": 8},
     make_inputs=_wan,
     pixels=16,
+    frames=4,
 )
 
 PRESETS = (LTX_VIDEO, WAN_1_3B)

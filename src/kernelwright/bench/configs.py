@@ -1,0 +1,62 @@
+"""The ways to run a model: eager, injected, compiled, replayed as a graph, and what combines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..inject import injected
+from ..inject.report import Report
+
+CONFIGS = (
+    "eager",
+    "exact",
+    "exact+graphs",
+    "fused",
+    "fused+graphs",
+    "compile",
+    "exact+compile",
+    "fused+compile",
+    "fp8",
+    "fp8+graphs",
+)
+
+
+def configured(
+    model: nn.Module, config: str, stack: ExitStack
+) -> tuple[Callable[..., Any], Report | None]:
+    """What to call for `model` in this configuration until `stack` closes, and inject's report."""
+    parts = config.split("+")
+    report = None
+    if tier := tier_of(config):
+        how = {"numerics": tier, "graphs": "graphs" in parts}
+        report = stack.enter_context(injected(model, **how))
+    return (_compiled(model, stack) if "compile" in parts else model), report
+
+
+def tier_of(config: str) -> str | None:
+    """What `inject` takes as numerics, or None where nothing is injected."""
+    plain = ("eager", "compile", "graphs")
+    return next((p for p in config.split("+") if p not in plain), None)
+
+
+def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
+    """By block where the library names the blocks, as diffusers recommends; else the whole."""
+    torch._dynamo.reset()
+    repeated = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
+    blocks = [m for m in model.modules() if type(m).__name__ in (repeated or ())]
+    if not blocks:
+        return torch.compile(model)
+    for block in blocks:
+        block.compile()
+
+    def undo() -> None:
+        for block in blocks:
+            block._compiled_call_impl = None
+
+    stack.callback(undo)
+    return model

@@ -1,0 +1,101 @@
+"""Seconds to the first result of a model, with an empty and with a warm cache of kernels.
+
+Each is read in a process of its own: `python -m kernelwright.bench.first PRESET --config exact`
+builds the model, then counts from before `inject` to the end of the first forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import models
+from ..errors import CannotRun
+from .configs import configured
+
+# every folder in which a first forward could find kernels of a run before it
+CACHES = {
+    "KERNELWRIGHT_CACHE": "kernelwright",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+
+
+def cold_and_warm(
+    preset: str,
+    config: str,
+    *,
+    tiny: bool,
+    device: str,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+) -> dict[str, float]:
+    """`cold_s` with empty caches, `warm_s` with what that run left in them."""
+    command = [
+        *(sys.executable, "-m", "kernelwright.bench.first", preset, "--config", config),
+        *("--device", device, "--dtype", str(dtype).removeprefix("torch.")),
+        *(["--tiny"] if tiny else []),
+        *(["--size", *(f"{n}={v}" for n, v in sizes.items())] if sizes else []),
+    ]
+    with tempfile.TemporaryDirectory(prefix="kernelwright-first-") as folder:
+        caches = {name: str(Path(folder, part)) for name, part in CACHES.items()}
+        return {name: _in_a_process(command, caches) for name in ("cold_s", "warm_s")}
+
+
+def _in_a_process(command: list[str], caches: dict[str, str]) -> float:
+    ran = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True)
+    if ran.returncode:
+        said = ran.stderr.strip().splitlines() or [f"it ended with {ran.returncode}"]
+        raise CannotRun(f"the first forward in a process of its own failed: {said[-1]}")
+    return float(json.loads(ran.stdout.splitlines()[-1])["first_s"])
+
+
+def first_seconds(
+    preset: str, config: str, *, tiny: bool, device: str, dtype: torch.dtype, **sizes: int
+) -> float:
+    """Seconds from before `inject` to the end of the first forward of a new model."""
+    build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
+    model = models.build(preset, **build)
+    inputs = models.inputs(preset, **{**build, **sizes})
+    gpu = torch.device(device).type == "cuda"
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if gpu:
+            stack.enter_context(torch.cuda.device(device))
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run, _ = configured(model, config, stack)
+        run(**inputs)
+        if gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("preset")
+    parser.add_argument("--config", default="eager")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N")
+    args = parser.parse_args()
+    sizes = {name: int(size) for name, _, size in (s.partition("=") for s in args.size)}
+    how: dict[str, Any] = {"tiny": args.tiny, "device": args.device, **sizes}
+    seconds = first_seconds(args.preset, args.config, dtype=getattr(torch, args.dtype), **how)
+    print(json.dumps({"first_s": seconds}))
+
+
+if __name__ == "__main__":
+    main()

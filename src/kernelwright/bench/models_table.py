@@ -1,0 +1,63 @@
+"""What `kernelwright bench model` shows of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+LEFT = ("model", "config")
+# a column is there if any row has it
+OPTIONAL = {"cold s": "cold_s", "warm s": "warm_s", "GiB": "peak_gib"}
+SPLIT = ("GEMM", "attention", "fused", "other")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line a configuration, the time in kernels in milliseconds of each kind."""
+    optional = {head: name for head, name in OPTIONAL.items() if any(name in r for r in rows)}
+    kinds = SPLIT if any("split" in r for r in rows) else ()
+    shown = Table(title="One forward")
+    heads = (*LEFT, "ms", "against eager", "first s", *optional, "bits", "error", *kinds)
+    for head in heads:
+        shown.add_column(head, justify="left" if head in LEFT else "right")
+    eager = {_key(r): r["ms"] for r in rows if r["config"] == "eager" and "ms" in r}
+    for row in rows:
+        if "failed" in row:
+            shown.add_row(row["model"], row["config"], "–", style=_style(row))
+            continue
+        base, split = eager.get(_key(row)), row.get("split", {})
+        shown.add_row(
+            row["model"],
+            row["config"],
+            f"{row['ms']:.1f}",
+            f"{base / row['ms']:.2f}×" if base else "",
+            f"{row['first_s']:.1f}",
+            *(_number(row.get(name), ".1f") for name in optional.values()),
+            "same" if row["equal"] else "differ",
+            _number(row["error"], ".2e"),
+            *(_number(split.get(kind), ".1f") for kind in kinds),
+        )
+    return shown
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
+    """Why some have no time."""
+    return [
+        Text(f"{row['model']} {row['config']}: {row['failed']}", style=_style(row))
+        for row in rows
+        if "failed" in row
+    ]
+
+
+def _style(row: dict[str, Any]) -> str:
+    return "yellow" if row.get("unavailable") else "red"
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["model"], str(row["sizes"])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
