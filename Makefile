@@ -1,6 +1,7 @@
 # make demo   frames of a tiny LTX-Video, before and after injection
 # make test   lint and tests
-# both set up .venv on their first run; PYTHON=python3.12 picks another interpreter
+# make docs   the tables of README.md
+# all set up .venv on their first run; PYTHON=python3.12 picks another interpreter
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ READY := .venv/ready
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint pytest format readme clean
+.PHONY: demo test lint pytest format docs clean
 
 demo: $(READY)
 	$(BIN)/kernelwright demo --save build/demo.png
@@ -21,13 +22,15 @@ lint: $(READY)
 	$(BIN)/mypy
 
 pytest: $(READY)
-	$(BIN)/python -m pytest -n 2
+	tests/get_chromium.sh .venv
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-readme: $(READY)
+# README's tables, from the code and from results/
+docs: $(READY)
 	$(BIN)/python -c "from pathlib import Path; from kernelwright.bench.published import update; update(Path('README.md'), Path('results'))"
 
 # torch comes first and alone: a resolver that may still choose takes the newest cuda build,

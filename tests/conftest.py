@@ -3,13 +3,14 @@ caches that live as long as the run."""
 
 import os
 import tempfile
+import warnings
 
 import pytest
 import torch
 
-# triton reads this when it is imported, so before anything here imports it
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from kernelwright.checking import conditions
+
+conditions.interpret_without_gpu()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,32 +25,79 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder.name, "inductor")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An op is not asked for a backend that it does not declare."""
+    items[:] = [item for item in items if _declared(getattr(item, "callspec", None))]
+
+
+def _declared(callspec: object) -> bool:
+    given = getattr(callspec, "params", {})
+    backend = given.get("backend")
+    has = getattr(given.get("op"), "backends", None)
+    return has is None or backend not in ("triton", "cuda") or backend in has
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Memory that torch.empty and its kin hand out is full of NaN: an output element that a kernel
-    leaves unwritten cannot pass for a right one."""
-    before = torch.are_deterministic_algorithms_enabled()
-    # PyTorch fills new memory in this mode only; warn_only keeps it from refusing anything
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
+    with conditions.poisoned_memory():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once():
+    """Triton's interpreter patches its language anew for every launch and for every function that
+    a kernel calls, which takes it longer than the kernels here: let the first patch stay."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    class Stays:
+        def restore(self):
+            pass
+
+    def once(function):
+        module = function.__globals__["__name__"]
+        if module not in patched:
+            patch(function)
+            patched.add(module)
+        return Stays()
+
+    with pytest.MonkeyPatch.context() as session:
+        session.setattr(interpreter, "_patch_lang", once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def half_products_in_float32():
+    """A CPU without bfloat16 takes up to 250 times as long for a product of it as for one of
+    float32: multiply in float32 and round once, as a GPU does."""
+    if torch.cuda.is_available():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(.|\n)*Overriding a previously")
+        for name in ("mm", "addmm", "bmm", "baddbmm"):
+            product = _product_in_float32(torch.library.get_kernel(f"aten::{name}", "CPU"))
+            library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+    # it lasts as long as the library is held
+    yield library
+
+
+def _product_in_float32(usual):
+    def product(keys, *tensors, **scales):
+        dtype = tensors[0].dtype
+        if dtype not in (torch.float16, torch.bfloat16):
+            return usual.call_boxed(keys, *tensors, **scales)
+        return usual.call_boxed(keys, *(t.float() for t in tensors), **scales).to(dtype)
+
+    return product
 
 
 @pytest.fixture
-def rounding_interpreter(monkeypatch: pytest.MonkeyPatch):
-    """Triton's interpreter cuts float32 down to bfloat16 where a GPU rounds to nearest: round, so
-    that kernels are held to the bar by what they do on a GPU."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    cut = interpreter._convert_float
-
-    def convert(data, source, target, mode):
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return cut(data, source, target, mode)
-        rounded = torch.from_numpy(data.copy()).to(torch.bfloat16)
-        return rounded.view(torch.uint16).numpy().reshape(data.shape)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+def rounding_interpreter():
+    with conditions.rounding_interpreter():
+        yield

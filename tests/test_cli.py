@@ -1,8 +1,8 @@
 """The command line: what it prints, what it exits with, and that README.md agrees with it."""
 
+import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,7 +98,7 @@ def test_readme_holds_the_tables(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text(README.read_text())
     published.update(copy, README.parent / "results")
-    assert copy.read_text() == README.read_text(), "README.md is behind: run `make readme`"
+    assert copy.read_text() == README.read_text(), "README.md is behind: run `make docs`"
 
 
 @pytest.mark.skipif(not NO_GPU, reason="says what a machine without a GPU gets")
@@ -169,12 +169,16 @@ def test_demo_without_diffusers_names_the_extra(monkeypatch):
 def test_demo_refuses_a_device_that_is_not_there():
     pytest.importorskip("diffusers")
     result = invoke("demo", "--device", "cuda:99")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "cuda:99" in result.output
 
 
-def test_demo_generates_the_same_frames(tmp_path):
+def test_demo_generates_the_same_frames(tmp_path, monkeypatch):
+    from kernelwright import demo
+
     pytest.importorskip("diffusers")
+    monkeypatch.setattr(demo, "TINY", dataclasses.replace(demo.TINY, height=32, width=32))
+    monkeypatch.setattr(demo, "STEPS", 2)
     picture = tmp_path / "frames.png"
     result = invoke("demo", "--device", "cpu", "--save", str(picture), "--json")
     assert result.exit_code == 0, result.output
@@ -212,8 +216,3 @@ def test_models_are_listed():
     names = [m["name"] for m in json.loads(invoke("models", "--json").stdout)]
     assert {"ltx-video", "flux-dev", "llama-3-8b"} <= set(names)
     assert "flux-dev" in invoke("models").output
-
-
-def test_the_cli_starts_without_triton():
-    code = "import sys, kernelwright.cli as c; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

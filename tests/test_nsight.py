@@ -36,6 +36,8 @@ def test_the_tables_of_nsys_are_read():
         KernelTime("kernelwright_row", 2, 0.5),
         KernelTime("[CUDA memset]", 1, 0.002),
     ]
+    with_commas = NSYS.replace("kernelwright_row", "k").replace("500000,2,", '"500,000",2,')
+    assert nsight.parse_nsys(with_commas)[2] == KernelTime("k", 2, 0.5)
     assert nsight.parse_nsys("SKIPPED: forward.sqlite does not contain CUDA kernel data.\n") == []
 
 
@@ -92,6 +94,16 @@ def test_the_counters_of_ncu_are_read():
     assert nsight.parse_ncu("==WARNING== No kernels were profiled.\n") == []
 
 
+def test_the_columns_of_newer_and_the_lines_of_several_processes_are_read():
+    """ncu 2024 has columns for rules behind the value, and names the columns for each process."""
+    columns = NCU_COLUMNS + ',"Rule Name","Rule Type","Rule Description"'
+    one = ncu_line(0, nsight.US, "ns", "10,000") + ',"","",""'
+    rule = ncu_line(0, "", "", "") + ',"Bottleneck","INF","some words, with a comma"'
+    other = one.replace('"7","python"', '"8","python"')
+    (row,) = nsight.parse_ncu("\n".join([columns, one, rule, columns, other]))
+    assert (row.name, row.launches, row.us) == ("kernelwright_row", 2, 10.0)
+
+
 def counters(**changed):
     values = {"us": 50.0, "dram_percent": 40.0, "compute_percent": 30.0, "waves": 8.0}
     values |= {"occupancy": 90.0, "theoretical_occupancy": 100.0, "registers": 32.0}
@@ -124,7 +136,7 @@ def pretend_tool(monkeypatch, answer):
         code, said = answer(command)
         return subprocess.CompletedProcess(command, code, stdout=said, stderr="")
 
-    monkeypatch.setattr(nsight.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(nsight.shutil, "which", lambda name, path=None: f"/usr/bin/{name}")
     monkeypatch.setattr(nsight.subprocess, "run", run)
 
 
@@ -181,6 +193,14 @@ def test_what_ncu_says_when_it_cannot_is_passed_on(monkeypatch, said, code, mess
     pretend_tool(monkeypatch, answer)
     with pytest.raises(nsight.CannotProfile, match=message):
         nsight.profile_ncu(Workload("ltx-video"), "exact", OURS, 50)
+
+
+def test_a_tool_beside_the_toolkit_is_found_off_the_path(monkeypatch):
+    def which(name, path=None):
+        return f"{path}/{name}" if path == nsight.TOOLKIT else None
+
+    monkeypatch.setattr(nsight.shutil, "which", which)
+    assert nsight._tool("ncu", Workload("ltx-video")) == "/usr/local/cuda/bin/ncu"
 
 
 def test_the_tools_need_a_gpu(monkeypatch):

@@ -10,9 +10,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kernelwright.commands.video import bench_video, generate
-from kernelwright.gpus import Gpu
-from kernelwright.video import compare, place, run, source, ways, write
-from kernelwright.video.settings import BadSetting, CannotRun, Settings
+from kernelwright.errors import BadSetting, CannotRun
+from kernelwright.report import page, read
+from kernelwright.video import compare, run, source, ways, write
+from kernelwright.video.settings import Settings
 
 av = pytest.importorskip("av")
 pytest.importorskip("diffusers")
@@ -173,8 +174,13 @@ def test_bench_compares_with_eager_and_keeps_the_result(tmp_path):
         assert row["speedup"] == pytest.approx(eager["total_s"] / row["total_s"])
         assert row["config"] in result.output
     assert exact["replaced"] > 0
+    (file,) = read([out])  # what it writes, `report` reads
+    assert [row.config for row in file.video] == names
+    assert file.environment.device == "CPU"
+    assert "ltx-video tiny 9f 64×32 float32, 3 steps" in page([file])
     videos = [f"boat-{name}.mp4" for name in ("eager", "exact", "fused")]
     assert sorted(p.name for p in tmp_path.glob("*.mp4")) == videos
+    assert all(len(played(tmp_path / video)[0]) == 9 for video in videos)
     assert (tmp_path / videos[0]).read_bytes() == (tmp_path / videos[1]).read_bytes()
 
 
@@ -336,57 +342,3 @@ def test_a_video_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write.write_video(path, torch.zeros(1, 32, 32, 3, dtype=torch.uint8), 25)
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"the one before"]
-
-
-def gpu(index, used, busy, processes):
-    return Gpu(index, "NVIDIA H200", (9, 0), 143771, used, busy, processes)
-
-
-BUSY, IDLE, UNKNOWN = gpu(0, 9000, 97, 1), gpu(1, 4, 0, 0), gpu(1, None, None, 0)
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """Pretends that torch and nvidia-smi see these GPUs."""
-
-    def with_gpus(*gpus, visible=None):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
-        monkeypatch.setattr(place, "nvidia_smi", lambda: ("580.1", gpus, None))
-        if visible is None:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        else:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-    return with_gpus
-
-
-def test_an_idle_gpu_is_taken(machine):
-    machine(BUSY, IDLE)
-    assert place.choose_device(None) == torch.device("cuda:1")
-    machine(BUSY, IDLE, visible="1")
-    assert place.choose_device(None) == torch.device("cuda:0")
-    machine(BUSY, UNKNOWN)
-    assert place.choose_device(None) == torch.device("cuda:1")
-
-
-def test_a_line_says_that_no_gpu_is_idle(machine):
-    machine(BUSY, IDLE, visible="0")
-    result = CliRunner().invoke(app, ["generate", "--tiny", "--output", "unused.gif"])
-    assert result.exit_code == 1
-    assert "no GPU is idle (cuda:0 has 1 processes, 9000 MiB used, 97% busy)" in result.output
-
-
-def test_the_dtype_is_one_that_the_device_has(monkeypatch):
-    cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
-    for capability, dtype in (((7, 5), torch.float16), ((9, 0), torch.bfloat16)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
-        assert place.choose_dtype(None, cuda) == dtype
-    assert place.choose_dtype(None, cpu) == torch.float32
-    assert place.choose_dtype("bfloat16", cpu) == torch.bfloat16
-
-
-def test_without_a_gpu_only_a_tiny_model_goes_to_the_cpu_unasked(machine):
-    machine()
-    assert place.choose_device(None, tiny=True) == torch.device("cpu")
-    with pytest.raises(CannotRun, match="--device cpu"):
-        place.choose_device(None)

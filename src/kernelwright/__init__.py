@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import ops
+from . import hub, ops
 from .inject import Report, inject, injected, inspect, restore
 from .ops import *  # noqa: F403
 
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Report",
     "__version__",
+    "hub",
     "inject",
     "injected",
     "inspect",

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .commands import bench, video
+from .commands import bench, hub, skill, video
+from .commands.check import check
+from .commands.new import new
 from .commands.profile import profile
 from .commands.report import compare, report
 
@@ -23,7 +25,9 @@ app = typer.Typer(
 
 bench.app.command("video")(video.bench_video)
 app.add_typer(bench.app, name="bench")
-for command in (video.generate, profile, report, compare):
+app.add_typer(hub.app, name="hub")
+app.add_typer(skill.app, name="skill")
+for command in (video.generate, profile, report, compare, new, check):
     app.command()(command)
 
 JsonOption = bench.JsonOption
@@ -156,7 +160,7 @@ def models(as_json: JsonOption = False) -> None:
 def demo(
     device: Annotated[
         str | None,
-        typer.Option(help="Where to run: cuda, cuda:1 or cpu. The GPU if there is one."),
+        typer.Option(help="Where to run: cuda, cuda:1 or cpu. An idle GPU if there is one."),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="LTX-Video 2B at 49 frames of 768 × 512, not a tiny one.")
@@ -174,10 +178,13 @@ def demo(
     float32 run, and the time of a denoise step. On the CPU the times say nothing.
     """
     from . import demo as shown
+    from .errors import BadSetting, CannotRun
 
     try:
         result = shown.run(device, Console(stderr=True), full=full, save=save)
-    except shown.CannotRun as error:
+    except BadSetting as error:
+        raise typer.BadParameter(str(error), param_hint=error.option) from None
+    except CannotRun as error:
         typer.echo(f"kernelwright demo: {error}", err=True)
         raise typer.Exit(1) from None
     if as_json:

@@ -21,15 +21,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .backends import installed
+from .bench.results import check_writable
+from .errors import CannotRun
 from .inject import Report, inject, restore
 from .inject.contract import error as error_against
+from .place import choose_device, choose_dtype
+from .video.settings import PROMPT
 
-PROMPT = "a red fishing boat on a quiet lake at dawn, mist over the water"
 STEPS = 3
-
-
-class CannotRun(RuntimeError):
-    """The demo lacks something; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,12 @@ def run(
         raise CannotRun("diffusers is not installed: pip install 'kernelwright[models]'")
     from . import models
 
-    place = _device(device)
-    dtype = _dtype(place)
     size = FULL if full else TINY
+    if save is not None:
+        check_writable(save, "--save")
+    place = choose_device(device, tiny=size.tiny)
+    # on the CPU too: a float32 run could not be held against float32
+    dtype = torch.bfloat16 if place.type == "cpu" else choose_dtype(None, place)
     ways = _ways(place)
     # a CPU without bfloat16 says so once, at length
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
@@ -241,22 +243,3 @@ def page(result: Result) -> RenderableType:
     if result.saved:
         lines.append(f"Frames before and after: {result.saved}")
     return Group(*lines)
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CannotRun(f"device {name!r} cannot be used: {reason}") from None
-    return place
-
-
-def _dtype(place: torch.device) -> torch.dtype:
-    """bfloat16, unless the GPU has none."""
-    if place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 0):
-        return torch.float16
-    return torch.bfloat16

@@ -9,7 +9,9 @@ from kernelwright.bench.exactness import WIDTHS, mismatches
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import Op, registry
 
-OPS = [op for op in registry().values() if isinstance(op, Op) and op.exact]
+OPS = [
+    op for op in registry().values() if isinstance(op, Op) and op.exact and "cuda" in op.backends
+]
 CHAINS = [pytest.param(op, chain, id=f"{op.name}-{chain}") for op in OPS for chain in op.exact]
 
 

@@ -19,6 +19,8 @@ from .level1 import summary
 from .workload import Workload
 
 PACKAGES = {"nsys": "nsight-systems", "ncu": "nsight-compute"}
+# where CUDA's toolkit puts its tools, often not on the path
+TOOLKIT = "/usr/local/cuda/bin"
 # a whole model is built and warmed up under the tool, and ncu replays every kernel several times
 TIMEOUT_S = 1800
 
@@ -81,8 +83,10 @@ def parse_nsys(text: str) -> list[KernelTime]:
         else:
             row = dict(zip(columns, cells, strict=True))
             name = row.get("Name") or row["Operation"]
-            calls = int(row.get("Instances") or row["Count"])
-            found.append(KernelTime(name, calls, float(row["Total Time (ns)"]) / 1e6))
+            calls = _number(row.get("Instances") or row["Count"])
+            ns = _number(row["Total Time (ns)"])
+            if calls is not None and ns is not None:
+                found.append(KernelTime(name, int(calls), ns / 1e6))
     return found
 
 
@@ -119,13 +123,13 @@ def profile_ncu(
 
 def parse_ncu(text: str) -> list[Counters]:
     """`ncu --csv --print-units base`, a line for each metric of each launch, after its messages."""
-    launches: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    launches: dict[tuple[str, str, str], set[tuple[str, str]]] = defaultdict(set)
     values: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for row in _ncu_rows(text):
         kernel = (row["Kernel Name"], row["Grid Size"], row["Block Size"])
-        launches[kernel].add(row["ID"])
+        launches[kernel].add((row["Process ID"], row["ID"]))
         value = _number(row["Metric Value"])
         if value is not None:
             values[kernel][row["Metric Name"]].append(value)
@@ -133,10 +137,14 @@ def parse_ncu(text: str) -> list[Counters]:
 
 
 def _ncu_rows(text: str) -> Iterator[dict[str, str]]:
-    lines = [line for line in text.splitlines() if line and not line.startswith("==")]
-    starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
-    if starts:
-        yield from csv.DictReader(lines[starts[0] :])
+    """Its lines by column name; the names stand above the lines of each process."""
+    names: list[str] | None = None
+    lines = (line for line in text.splitlines() if not line.startswith("=="))
+    for cells in csv.reader(lines):
+        if cells[:1] == ["ID"]:
+            names = cells
+        elif names is not None and len(cells) == len(names):
+            yield dict(zip(names, cells, strict=True))
 
 
 def _counters(
@@ -165,7 +173,7 @@ def _counters(
 
 
 def _number(text: str) -> float | None:
-    """A value of ncu: thousands with commas, or words such as n/a."""
+    """A value as the tools print it: thousands with commas, or words such as n/a."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -173,7 +181,7 @@ def _number(text: str) -> float | None:
 
 
 def _tool(name: str, workload: Workload) -> str:
-    path = shutil.which(name)
+    path = shutil.which(name) or shutil.which(name, path=TOOLKIT)
     if path is None:
         package = PACKAGES[name]
         raise CannotProfile(f"{name} is not installed: install NVIDIA's package {package}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +31,7 @@ def page(rows: Sequence[dict[str, Any]]) -> Group:
         parts.append(Text(NOTE, style="dim"))
     if counted := [row for row in rows if row["level"] == 3]:
         parts.append(_counters(counted))
-        parts += [Text(f"{_short(r['name'])} {r['grid']}: {r['advice']}") for r in counted]
+        parts += [Text(f"{short_name(r['name'])} {r['grid']}: {r['advice']}") for r in counted]
     return Group(*parts)
 
 
@@ -61,10 +62,10 @@ def _kernels(rows: Sequence[dict[str, Any]]) -> Table:
     by_config = [{k["name"]: k for k in row["kernels"]} for row in rows]
     names = {k["name"] for row in rows for k in row["kernels"][:TOP]}
     shown = Table(title="The longest: ms of all calls (calls)")
-    shown.add_column("category")
-    shown.add_column("name", no_wrap=True)
+    shown.add_column("category", no_wrap=True)
+    shown.add_column("name", overflow="fold")
     for row in rows:
-        shown.add_column(row["config"], justify="right")
+        shown.add_column(row["config"], justify="right", no_wrap=True)
 
     def longest(name: str) -> float:
         return max(found[name]["ms"] for found in by_config if name in found)
@@ -73,7 +74,7 @@ def _kernels(rows: Sequence[dict[str, Any]]) -> Table:
         kernels = [found.get(name) for found in by_config]
         kind = next(k["category"] for k in kernels if k)
         cells = (f"{k['ms']:.2f} ({k['calls']})" if k else "" for k in kernels)
-        shown.add_row(kind, _short(name), *cells)
+        shown.add_row(kind, short_name(name), *cells)
     return shown
 
 
@@ -85,15 +86,18 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterable[str]:
 
 
 def _counters(rows: Sequence[dict[str, Any]]) -> Table:
-    shown = Table(title=f"{rows[0]['model']}. Level 3, ncu: means over the launches of one forward")
-    shown.add_column("kernel", no_wrap=True)
-    columns = ("config", "grid", "launches", "µs", "DRAM GB/s", "of peak", "occupancy", "limiter")
-    for column in columns:
-        shown.add_column(column, justify="right")
+    configs = ", ".join(dict.fromkeys(row["config"] for row in rows))
+    title = f"{rows[0]['model']} {configs}. Level 3, ncu: means over the launches of one forward"
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=0)
+    several = "," in configs
+    shown.add_column("kernel", overflow="fold")
+    columns = ("calls", "µs", "DRAM\nGB/s", "of\npeak", "occupancy", "limiter")
+    for column in (*(["config"] if several else []), "grid", *columns):
+        shown.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         shown.add_row(
-            _short(row["name"]),
-            row["config"],
+            short_name(row["name"]),
+            *([row["config"]] if several else []),
             row["grid"],
             str(row["launches"]),
             _value(row["us"], ".1f"),
@@ -109,7 +113,7 @@ def _value(number: float | None, form: str, unit: str = "") -> str:
     return "?" if number is None else f"{number:{form}}{unit}"
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A kernel's name without what all of PyTorch's share, cut to the column."""
     bare = name.removeprefix("void ").replace("at::native::", "")
     return bare if len(bare) <= NAME_COLUMNS else bare[: NAME_COLUMNS - 1] + "…"

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from ..bench import results
-from ..bench.models import CONFIGS
+from ..bench.configs import CONFIGS
+from ..bench.environment import environment_of
+from ..place import choose_device, choose_dtype
+from ..progress import Show, show_nothing
 from . import level1, nsight
 from .categories import OURS
-from .workload import Workload
+from .workload import Workload, check
 
 LEVELS = (1, 2, 3)
 # eager has none of our kernels for ncu to look at
@@ -32,6 +35,7 @@ def run(
     launches: int = 50,
     trace: Path | None = None,
     out: Path | None = None,
+    show: Show = show_nothing,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of results, and a line for each level that could not run.
 
@@ -48,34 +52,33 @@ def run(
         re.compile(kernels)
     except re.error as error:
         raise ValueError(f"{kernels!r} is no regular expression: {error}") from None
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = place.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {place!r}, expected cpu, cuda or cuda:1")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {place!r}, but torch sees no CUDA GPU")
-    workload = Workload(preset, place, tiny, sizes or {})
-    workload.check()
-    for path in (trace, out):
+    check(preset, tiny, sizes or {})
+    for option, path in (("--trace", trace), ("--out", out)):
         if path is not None:
-            results.check_writable(path)
+            results.check_writable(path, option)
+    place = choose_device(device, tiny=tiny)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    workload = Workload(preset, str(place), tiny, sizes or {}, choose_dtype(None, place))
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
-    for level in levels:
+    plan = {level: configs or DEFAULT_CONFIGS[level] for level in levels}
+    profiled = show(f"profiling {preset}", sum(map(len, plan.values())))
+    for level, wanted in plan.items():
         try:
-            for config in configs or DEFAULT_CONFIGS[level]:
+            for config in wanted:
                 if level == 1:
-                    several = len(configs or DEFAULT_CONFIGS[level]) > 1
-                    file = _for_config(trace, config) if trace and several else trace
+                    file = _for_config(trace, config) if trace and len(wanted) > 1 else trace
                     rows.append(level1.profile(workload, config, file))
                 elif level == 2:
                     rows.append(nsight.profile_nsys(workload, config))
                 else:
                     rows += nsight.profile_ncu(workload, config, kernels, launches)
+                profiled()
         except nsight.CannotProfile as lack:
             problems.append(f"level {level}: {lack}")
-    if out is not None:
-        results.write(out, "profile", rows)
+    if out is not None and rows:
+        results.write(out, "profile", rows, environment=environment_of(place))
     return rows, problems
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from .. import models
-from ..bench.models import configured
+from ..bench.configs import configured
+from ..place import DTYPES
 
 # the second forward captures CUDA graphs, the third is like all that follow
 WARM_UP = 3
@@ -31,15 +32,15 @@ class Workload:
     device: str = "cuda"
     tiny: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def on_gpu(self) -> bool:
         return torch.device(self.device).type == "cuda"
 
     @property
-    def dtype(self) -> torch.dtype:
-        # a CPU without bfloat16 emulates it, a hundred times slower than float32
-        return torch.bfloat16 if self.on_gpu else torch.float32
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def describe(self) -> dict[str, Any]:
         known = models.presets()[self.preset]
@@ -48,14 +49,9 @@ class Workload:
             "model": self.preset,
             "tiny": self.tiny,
             "sizes": {**defaults, **self.sizes},
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
             "device": self.device,
         }
-
-    def check(self) -> None:
-        """Raise a ValueError for a preset or a size that does not exist."""
-        given: dict[str, Any] = {"tiny": self.tiny, **self.sizes}
-        models.inputs(self.preset, **given)
 
     @contextmanager
     def warm(self, config: str) -> Iterator[Callable[[], Any]]:
@@ -78,10 +74,16 @@ class Workload:
         sizes = [f"{name}={size}" for name, size in self.sizes.items()]
         return [
             *(sys.executable, "-m", "kernelwright.profiling.workload", self.preset),
-            *("--config", config, "--device", self.device),
+            *("--config", config, "--device", self.device, "--dtype", self.dtype_name),
             *(["--tiny"] if self.tiny else []),
             *(["--size", *sizes] if sizes else []),
         ]
+
+
+def check(preset: str, tiny: bool, sizes: dict[str, int]) -> None:
+    """Raise a ValueError for a preset or a size that does not exist."""
+    given: dict[str, Any] = {"tiny": tiny, **sizes}
+    models.inputs(preset, **given)
 
 
 def main() -> None:
@@ -89,11 +91,13 @@ def main() -> None:
     parser.add_argument("preset")
     parser.add_argument("--config", default="eager")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N")
     args = parser.parse_args()
     sizes = {name: int(size) for name, _, size in (s.partition("=") for s in args.size)}
-    with Workload(args.preset, args.device, args.tiny, sizes).warm(args.config) as forward:
+    workload = Workload(args.preset, args.device, args.tiny, sizes, getattr(torch, args.dtype))
+    with workload.warm(args.config) as forward:
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
         forward()

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .reading import Results, Unreadable
+from ..video.settings import CONTROL
+from .reading import Results
+from .rows import CountedRow
+from .values import Unreadable
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Comparison:
 def compare(old: Iterable[Results], new: Iterable[Results], threshold: float) -> Comparison:
     """Hold `new` against `old`: worse by more than `threshold` percent, or gone, is a regression.
 
-    Rows are the same when model, configuration, sizes and dtype are, or op, case, dtype and way.
+    Rows are the same when model, configuration, sizes and dtype are, or op, case, dtype and way;
+    of videos also the steps and the guidance, of counted kernels the grid.
     """
     old, new = list(old), list(new)
     gpus = [sorted({file.environment.device for file in files}) for files in (old, new)]
@@ -76,7 +80,7 @@ def _notes(gpus: list[list[str]], changes: list[Change]) -> list[str]:
     notes = []
     if gpus[0] != gpus[1]:
         notes.append(f"not the same GPU: {', '.join(gpus[0])} before, {', '.join(gpus[1])} now")
-    if any(c.row.endswith(" eager") and c.what in ("ms", "GPU µs") for c in changes):
+    if any(c.row.endswith(" eager") and c.percent is not None for c in changes):
         notes.append("eager itself changed: look at the machine before the kernels")
     return notes
 
@@ -97,17 +101,32 @@ def _readings(files: list[Results], by_gpu: bool) -> dict[tuple[Any, ...], Readi
 
 def _rows(file: Results) -> Iterator[tuple[tuple[Any, ...], Reading]]:
     for m in file.models:
-        known = {"ms": m.ms, "GiB": m.peak_gib}
-        figures = {what: value for what, value in known.items() if value is not None}
-        name = f"{m.title} {m.dtype} {m.config}"
+        figures = _known({"ms": m.ms, "GiB": m.peak_gib})
+        name = f"{m.workload.title} {m.config}"
         yield m.key, Reading(name, figures, equal=m.equal, missing=m.failed)
+    for v in file.video:
+        if v.config != CONTROL:
+            figures = _known({"total s": v.total_s, "step s": v.step_s, "GiB": v.gib})
+            name = f"video {v.title} {v.config}"
+            yield v.key, Reading(name, figures, equal=v.equal, missing=v.failed)
+    for p in file.profile:
+        if isinstance(p, CountedRow):
+            name = f"{p.workload.title} {p.config} {p.name} {p.grid}"
+            yield p.key, Reading(name, _known({"µs": p.us}))
+        else:
+            name = f"profile {p.workload.title}, level {p.level}, {p.config}"
+            yield p.key, Reading(name, {"kernel ms": p.kernel_ms})
     for o in file.ops:
-        for way, us in o.gpu_us.items():
+        for way, us in o.us.items():
             yield o.key(way), Reading(f"{o.op} {o.case} {o.dtype} {way}", {"GPU µs": us})
     for e in file.exact:
         name = f"{e.op} {e.chain} {e.dtype} {e.rows}×{e.width}"
         missing = "no kernel" if e.mismatches is None else None
         yield e.key, Reading(name, mismatches=e.mismatches, missing=missing)
+
+
+def _known(figures: dict[str, float | None]) -> dict[str, float]:
+    return {what: value for what, value in figures.items() if value is not None}
 
 
 def _changes(old: Reading, new: Reading) -> Iterator[Change]:

@@ -1,16 +1,27 @@
-"""What the page and the pictures show: rows put together by GPU and model, sentences, steps."""
+"""What the page and the pictures show: rows put together by GPU, by model and by video."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ..video.settings import CONTROL
 from .reading import Results
-from .rows import ExactRow, ModelRow, OpRow
+from .rows import CountedRow, ExactRow, ModelRow, OpRow, ProfileRow, VideoRow
 
 IDLE = "no kernel"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward: its time, and the milliseconds of each part where they are known."""
+
+    config: str
+    ms: float
+    parts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -34,8 +45,62 @@ class Model:
         return max(same, key=lambda r: self.speedup(r) or 0.0, default=None)
 
     @property
+    def gain(self) -> float:
+        return (self.best_exact and self.speedup(self.best_exact)) or 0.0
+
+    @property
     def after(self) -> ModelRow | None:
         return self.row("exact") or self.best_exact
+
+    @property
+    def steps(self) -> tuple[Step, Step] | None:
+        """Eager and the exact run."""
+        before, after = self.row("eager"), self.after
+        if not (before and after and before.ms and after.ms):
+            return None
+        old, new = (Step(r.config, r.ms or 0.0, parts(r.ms, r.split)) for r in (before, after))
+        return old, new
+
+
+@dataclass(frozen=True)
+class Video:
+    """The ways that one generation was run in one file, eager first and then again."""
+
+    title: str
+    rows: tuple[VideoRow, ...]
+
+    @property
+    def control(self) -> VideoRow | None:
+        return next((row for row in self.rows if row.config == CONTROL), None)
+
+    def speedup(self, row: VideoRow) -> float | None:
+        eager = next((r for r in self.rows if r.config == "eager"), None)
+        return eager.total_s / row.total_s if eager and eager.total_s and row.total_s else None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one tool saw of one model in one file."""
+
+    title: str
+    rows: tuple[ProfileRow, ...]
+    counted: tuple[CountedRow, ...]
+
+    @property
+    def steps(self) -> tuple[Step, Step] | None:
+        """Eager, and the first configuration beside it that has our kernels."""
+        eager = next((r for r in self.rows if r.config == "eager"), None)
+        ours = (r for r in self.rows if any(kernel.ours for kernel in r.kernels))
+        after = next(ours, None) or next((r for r in self.rows if r.config != "eager"), None)
+        if eager is None or after is None:
+            return None
+        old, new = (Step(r.config, sum(p.values()), p) for r, p in profiled(eager, after))
+        return old, new
+
+
+def profiled(*rows: ProfileRow) -> list[tuple[ProfileRow, dict[str, float]]]:
+    """Each row with the milliseconds of its categories, and what is left of its wall time."""
+    return [(row, parts(row.wall_ms, row.categories)) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -45,6 +110,8 @@ class Device:
     name: str
     files: tuple[Results, ...]
     models: tuple[Model, ...]
+    videos: tuple[Video, ...]
+    profiles: tuple[Profile, ...]
     ops: tuple[OpRow, ...]
     exact: tuple[ExactRow, ...]
 
@@ -58,7 +125,9 @@ def devices(files: Sequence[Results]) -> list[Device]:
         Device(
             name,
             tuple(group),
-            tuple(sorted(_models(group), key=lambda m: -_gain(m))),
+            tuple(sorted(_models(group), key=lambda m: -m.gain)),
+            tuple(_videos(group)),
+            tuple(_profiles(group)),
             tuple(row for file in group for row in file.ops),
             tuple(row for file in group for row in file.exact),
         )
@@ -67,17 +136,49 @@ def devices(files: Sequence[Results]) -> list[Device]:
 
 
 def _models(files: list[Results]) -> list[Model]:
-    groups: dict[tuple[str, str, int], list[ModelRow]] = {}
+    grouped = _grouped(files, lambda file: file.models, lambda row: row.workload.title)
+    return [Model(title, tuple(rows)) for title, rows in grouped]
+
+
+def _videos(files: list[Results]) -> list[Video]:
+    grouped = _grouped(files, lambda file: file.video, lambda row: row.title)
+    return [Video(title, tuple(rows)) for title, rows in grouped]
+
+
+SOURCES = {1: "torch.profiler", 2: "nsys", 3: "ncu"}
+
+
+def _profiles(files: list[Results]) -> list[Profile]:
+    def title(row: ProfileRow | CountedRow) -> str:
+        level = row.level if isinstance(row, ProfileRow) else 3
+        return f"{row.workload.title}, {SOURCES[level]}"
+
+    return [
+        Profile(
+            title,
+            tuple(row for row in rows if isinstance(row, ProfileRow)),
+            tuple(row for row in rows if isinstance(row, CountedRow)),
+        )
+        for title, rows in _grouped(files, lambda file: file.profile, title)
+    ]
+
+
+def _grouped(
+    files: list[Results],
+    rows_of: Callable[[Results], Iterable[Any]],
+    title_of: Callable[[Any], str],
+) -> list[tuple[str, list[Any]]]:
+    """Rows of one file and title together; where several files have it, their names tell."""
+    groups: dict[tuple[str, int], list[Any]] = {}
     for number, file in enumerate(files):
-        for row in file.models:
-            groups.setdefault((row.title, row.dtype, number), []).append(row)
-    titles = [(title, dtype) for title, dtype, _ in groups]
+        for row in rows_of(file):
+            groups.setdefault((title_of(row), number), []).append(row)
+    titles = [title for title, _ in groups]
     made = []
-    for (title, dtype, number), rows in groups.items():
-        words = title if dtype == "bfloat16" else f"{title} {dtype}"
-        if titles.count((title, dtype)) > 1:
-            words = f"{words} ({files[number].path.name} of {short(files[number])})"
-        made.append(Model(words, tuple(rows)))
+    for (title, number), rows in groups.items():
+        file = files[number]
+        several = f"{title} ({file.path.name} of {short(file)})"
+        made.append((several if titles.count(title) > 1 else title, rows))
     return made
 
 
@@ -85,78 +186,10 @@ def short(file: Results) -> str:
     return (file.environment.commit or "no commit")[:8]
 
 
-def _gain(model: Model) -> float:
-    return (model.best_exact and model.speedup(model.best_exact)) or 0.0
-
-
-def lead(found: Sequence[Device]) -> list[str]:
-    """The best true thing that the data shows, and what is needed to judge it."""
-    real = [(d, m) for d in found if d.name != "CPU" for m in d.models if not m.rows[0].tiny]
-    gains = [(_gain(m), d, m) for d, m in real if m.best_exact]
-    sentences = []
-    if gains:
-        gain, device, model = max(gains, key=lambda g: g[0])
-        assert model.best_exact
-        how = f"{model.best_exact.config} on {device.name}"
-        sentences.append(f"{model.title}: {gain:.2f}× with the same bits ({how}).")
-        if len(gains) > 1:
-            middle = statistics.median(g for g, _, _ in gains)
-            models = f"{len(gains)} models, each at its fastest with the same bits"
-            sentences.append(f"Median of {models}: {middle:.2f}×.")
-        pairs = [(m.best_exact, m.row("compile")) for _, _, m in gains]
-        known = [(a.ms, b.ms) for a, b in pairs if a and b and a.ms and b.ms]
-        if known:
-            ahead = sum(a < b for a, b in known)
-            sentences.append(f"Faster than torch.compile in {ahead} of {len(known)}.")
-    elif any(d.models for d in found):
-        sentences.append("No model of full size was timed on a GPU: the times here say nothing.")
-    slower = [
-        f"{r.model} {r.config} {m.speedup(r):.2f}×"
-        for _, m in real
-        for r in m.rows
-        if r.replaced is not None and (m.speedup(r) or 1) < 1
-    ]
-    if slower:
-        sentences.append(f"Slower than eager: {', '.join(slower)}.")
-    failed = [f"{r.model} {r.config}" for d in found for m in d.models for r in m.rows if r.failed]
-    if failed:
-        sentences.append(f"Failed: {', '.join(failed)}.")
-    for device in found if not gains else ():
-        sentences += [ops_sentence(device)] if device.ops else []
-        sentences += [exact_sentence(device)] if device.exact else []
-    return sentences
-
-
-def ops_sentence(device: Device) -> str:
-    shares = [row.share(row.chosen) for row in device.ops if row.chosen in row.gpu_us]
-    if not shares:
-        return f"{len(device.ops)} cases of ops on {device.name}."
-    return (
-        f"{len(device.ops)} cases of ops on {device.name}: the chosen kernel reaches "
-        f"{statistics.median(shares):.0%} of the bandwidth of a copy (median), "
-        f"{min(shares):.0%} at the least."
-    )
-
-
-def exact_sentence(device: Device) -> str:
-    covered = [row for row in device.exact if row.mismatches is not None]
-    elements = sum(row.elements for row in covered)
-    wrong = sum(row.mismatches or 0 for row in covered)
-    chains = len({(row.op, row.chain) for row in covered})
-    left = len(device.exact) - len(covered)
-    return (
-        f"{len(covered):,} sizes of {chains} exact modes, {elements:,} elements compared with "
-        f"eager on {device.name}: {wrong:,} mismatches"
-        + (f"; {left:,} sizes have no exact kernel." if left else ".")
-    )
-
-
-def parts(row: ModelRow) -> dict[str, float]:
-    """Milliseconds of a step by kind of kernel, and what is left of it without a kernel."""
-    if not row.split or row.ms is None:
-        return {}
-    idle = row.ms - sum(row.split.values())
-    return {**row.split, **({IDLE: idle} if idle > 0 else {})}
+def parts(ms: float | None, split: dict[str, float]) -> dict[str, float]:
+    """Milliseconds by kind of kernel, and what is left of the time without a kernel."""
+    idle = (ms or 0.0) - sum(split.values())
+    return {**split, **({IDLE: idle} if split and idle > 0 else {})}
 
 
 def roof(rows: Sequence[OpRow]) -> list[tuple[float, float]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 NONE = "–"
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 
 
 class Html(str):

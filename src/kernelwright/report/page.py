@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from .charts import Bar, Piece, bars, legend
-from .figures import Device, Model, devices, exact_sentence, lead, ops_sentence, short
-from .markup import NONE, Html, joined, number, table, tag
+from .figures import Device, Model, devices, short
+from .lead import exact_sentence, lead, ops_sentence
+from .markup import NONE, STYLE, Html, joined, number, table, tag
 from .ops import ops_section
+from .others import others_section
+from .profiles import profiles_section
 from .reading import Results
 from .rows import ModelRow
 from .steps import waterfall
+from .videos import videos_section
 
-STYLE = Path(__file__).with_name("style.css")
 COLOURS = (
     ("exact", "injected, exact"),
     ("fused", "injected, fused"),
@@ -33,7 +35,7 @@ def page(files: Sequence[Results]) -> str:
             Html('<meta name="color-scheme" content="light dark">'),
             Html('<link rel="icon" href="data:,">'),
             tag("title", "kernelwright report"),
-            tag("style", Html(STYLE.read_text(encoding="utf-8"))),
+            tag("style", Html(STYLE)),
         ),
         "\n",
     )
@@ -51,12 +53,18 @@ def _device(device: Device) -> Html:
     if device.models:
         pieces += [tag("h3", "Models"), _overview(device.models), legend(COLOURS)]
         pieces.append(tag("div", joined(map(_model, device.models), "\n"), class_="models"))
+    if device.videos:
+        pieces += [tag("h3", "Videos"), *videos_section(device.videos)]
+    if device.profiles:
+        pieces += [tag("h3", "Profiles"), *profiles_section(device.profiles)]
     if device.ops:
         pieces += [tag("h3", "Ops"), tag("p", ops_sentence(device)), *ops_section(device.ops)]
     if device.exact:
         wrong = any(row.mismatches for row in device.exact)
         sentence = tag("p", exact_sentence(device), class_="bad" if wrong else "good")
         pieces += [tag("h3", "Exactness"), sentence]
+    for file in device.files:
+        pieces += others_section(file) if file.others else []
     return tag("section", joined(pieces, "\n"))
 
 
@@ -92,7 +100,8 @@ def _model(model: Model) -> Html:
         lines.append(Bar(row.config, _gain(model, row), (piece,)))
     chart = bars(lines, f"{model.title}: speed-up over eager", mark=1.0) if lines else Html("")
     notes = [tag("p", text, class_="note") for row in model.rows for text in _notes(row)]
-    pieces = [tag("h4", model.title), chart, waterfall(model), *notes, _figures(model)]
+    steps = waterfall(model.title, model.steps) if model.steps else Html("")
+    pieces = [tag("h4", model.title), chart, steps, *notes, _figures(model)]
     return tag("article", joined(pieces, "\n"))
 
 
@@ -101,13 +110,15 @@ def _colour(config: str) -> str:
 
 
 def _figures(model: Model) -> Html:
-    head = ["config", "bits", "ms", "first s", "peak GiB", "error", "replaced"]
+    head = ["config", "bits", "ms", "first s", "cold s", "warm s", "peak GiB", "error", "replaced"]
     rows = [
         [
             row.config,
-            "failed" if row.failed else "equal" if row.equal else "differ",
+            _bits(row),
             number(row.ms, ".1f"),
             number(row.first_s, ".2f"),
+            number(row.cold_s, ".2f"),
+            number(row.warm_s, ".2f"),
             number(row.peak_gib, ".1f"),
             number(row.error, ".2e"),
             number(row.replaced, ""),
@@ -120,6 +131,12 @@ def _figures(model: Model) -> Html:
         listed = ", ".join(_site(name, fates) for name, fates in sites.sites.items())
         inside.append(tag("p", f"Sites, {sites.config}: {listed}.", class_="note"))
     return tag("details", joined(inside))
+
+
+def _bits(row: ModelRow) -> str:
+    if row.failed:
+        return "not here" if row.unavailable else "failed"
+    return "equal" if row.equal else "differ"
 
 
 def _site(name: str, fates: dict[str, int]) -> str:

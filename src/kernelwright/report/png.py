@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .figures import Device, devices, parts, roof
+from .figures import Device, devices, profiled, roof
+from .markup import STYLE
 from .reading import Results
+from .steps import part_colours
 
-COLOURS = {"exact": "#1f5fbf", "fused": "#b4561b", "compile": "#8a8f98", "eager": "#c3bfb7"}
+# the page's own colours, those of light paper
+COLOURS = dict(re.findall(r"--(\w+): (#\w+)", STYLE.partition("@media")[0]))
 
 
 class CannotDraw(RuntimeError):
@@ -18,7 +21,7 @@ class CannotDraw(RuntimeError):
 
 
 def draw(files: Sequence[Results], folder: Path) -> list[Path]:
-    """Write speed-up, step and roofline pictures, one of each for every GPU that has the data."""
+    """Write a picture of each chart for every GPU that has the data."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -26,10 +29,14 @@ def draw(files: Sequence[Results], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for device in devices(files):
-        charts = {"speedup": _speedup, "steps": _steps} if device.models else {}
-        if device.ops:
-            charts["roofline"] = _roofline
-        for name, chart in charts.items():
+        charts = {
+            "speedup": (_speedup, device.models),
+            "steps": (_steps, device.models),
+            "video": (_video, device.videos),
+            "profile": (_profile, [p for p in device.profiles if p.rows]),
+            "roofline": (_roofline, device.ops),
+        }
+        for name, chart in ((name, chart) for name, (chart, data) in charts.items() if data):
             figure = Figure(figsize=(9, 6), layout="constrained")
             axes = figure.add_subplot()
             chart(axes, device)
@@ -38,7 +45,7 @@ def draw(files: Sequence[Results], folder: Path) -> list[Path]:
             figure.savefig(path, dpi=160)
             written.append(path)
     if not written:
-        raise CannotDraw("--png: no models and no ops in these files, so nothing to draw")
+        raise CannotDraw("--png: nothing in these files has a chart")
     return written
 
 
@@ -60,24 +67,52 @@ def _speedup(axes: Any, device: Device) -> None:
 
 def _steps(axes: Any, device: Device) -> None:
     """Milliseconds of a step, eager above exact; by kind of kernel where the file has it."""
-    labels: list[str] = []
-    kinds: dict[str, str] = {}
-    pairs = [(m, m.row("eager"), m.after) for m in device.models[::-1]]
-    for model, before, after in pairs:
-        if not (before and after and before.ms and after.ms):
-            continue
-        for row in (after, before):
-            start = 0.0
-            total = "eager" if row is before else "exact"
-            for part, ms in (parts(row) or {f"{total}, total": row.ms or 0.0}).items():
-                colour = COLOURS[total] if "total" in part else f"C{len(kinds)}"
-                colour = kinds.setdefault(part, colour)
-                axes.barh(len(labels), ms, left=start, color=colour)
-                start += ms
-            labels.append(f"{model.title}, {row.config}")
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    lines = []
+    for model in device.models:
+        for colour, step in zip(("eager", "exact"), model.steps or (), strict=False):
+            split = step.parts or {f"{colour}, total": step.ms}
+            lines.append((f"{model.title}, {step.config}", split))
+    _stacked(axes, lines)
     axes.set(xlabel="ms of one forward", title=device.name)
-    handles = [axes.barh(0, 0, color=colour, label=part) for part, colour in kinds.items()]
+
+
+def _video(axes: Any, device: Device) -> None:
+    """Seconds of whole videos: text, denoising, decoding."""
+    lines = [
+        (f"{video.title}, {row.config}", row.parts)
+        for video in device.videos
+        for row in video.rows
+        if row is not video.control
+    ]
+    _stacked(axes, lines)
+    axes.set(xlabel="seconds from prompt to frames", title=device.name)
+
+
+def _profile(axes: Any, device: Device) -> None:
+    """Milliseconds of a step by category, as a profiler saw them."""
+    lines = [
+        (f"{profile.title}, {row.config}", split)
+        for profile in device.profiles
+        for row, split in profiled(*profile.rows)
+    ]
+    _stacked(axes, lines)
+    axes.set(xlabel="ms of one forward", title=device.name)
+
+
+def _stacked(axes: Any, lines: Sequence[tuple[str, dict[str, float]]]) -> None:
+    """A bar of parts for each line, the first on top."""
+    names = part_colours(dict.fromkeys(part for _, split in lines for part in split))
+    colours = {}
+    for place, (_, split) in enumerate(lines):
+        start = 0.0
+        for part, length in split.items():
+            whole = COLOURS.get(part.removesuffix(", total"))
+            colours[part] = whole or COLOURS[names[part]]
+            axes.barh(place, length, left=start, color=colours[part])
+            start += length
+    axes.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize=8)
+    axes.invert_yaxis()
+    handles = [axes.barh(0, 0, color=colour, label=part) for part, colour in colours.items()]
     axes.legend(handles=handles, frameon=False)
 
 
@@ -89,7 +124,7 @@ def _roofline(axes: Any, device: Device) -> None:
         points = []
         for row in device.ops:
             way = {"fused": row.chosen, "exact": row.slowest_exact}.get(colour, colour)
-            if way in row.gpu_us:
+            if way in row.us:
                 points.append((row.megabytes, row.bandwidth(way)))
         if points:
             label = {"fused": "chosen kernel", "exact": "exact, slowest chain"}.get(colour, colour)

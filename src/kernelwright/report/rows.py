@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+RANDOM = "random weights"
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -26,19 +28,55 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class ModelRow:
-    """One forward of a model in one configuration; `ms` is None where it failed."""
+class Workload:
+    """A model at the sizes it ran with."""
 
     model: str
-    config: str
     sizes: tuple[tuple[str, int], ...]
     dtype: str
     tiny: bool
+
+    @property
+    def size(self) -> str:
+        """The sizes that a reader compares: `49f 768×512 batch 2`."""
+        sizes = dict(self.sizes)
+        words = []
+        if "frames" in sizes:
+            words.append(f"{sizes['frames']}f")
+        if {"width", "height"} <= sizes.keys():
+            words.append(f"{sizes['width']}×{sizes['height']}")
+        if "tokens" in sizes:
+            words.append(f"{sizes['tokens']} tokens")
+        if sizes.get("batch", 1) > 1:
+            words.append(f"batch {sizes['batch']}")
+        return " ".join(words)
+
+    @property
+    def title(self) -> str:
+        """`ltx-video 49f 768×512 batch 2`; a dtype other than bfloat16 is named."""
+        kind = "" if self.dtype == "bfloat16" else self.dtype
+        words = (self.model, "tiny" if self.tiny else "", self.size, kind)
+        return " ".join(word for word in words if word)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.model, self.tiny, tuple(sorted(self.sizes)), self.dtype)
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One forward of a model in one configuration; `ms` is None where it failed."""
+
+    workload: Workload
+    config: str
     ms: float | None
     failed: str | None
+    unavailable: bool
     equal: bool | None
     error: float | None
     first_s: float | None
+    cold_s: float | None
+    warm_s: float | None
     peak_gib: float | None
     replaced: int | None
     sites: dict[str, dict[str, int]]
@@ -47,30 +85,13 @@ class ModelRow:
     split: dict[str, float]
 
     @property
-    def title(self) -> str:
-        """The model and its sizes: `ltx-video 49 frames 768×512 batch 2`."""
-        sizes = dict(self.sizes)
-        words = [self.model, "tiny" if self.tiny else ""]
-        if "frames" in sizes:
-            words.append(f"{sizes.pop('frames')} frames")
-        if {"width", "height"} <= sizes.keys():
-            words.append(f"{sizes.pop('width')}×{sizes.pop('height')}")
-        if "tokens" in sizes:
-            words.append(f"{sizes.pop('tokens')} tokens")
-        words += [f"{name} {value}" for name, value in sizes.items() if (name, value) != BATCH_OF_1]
-        return " ".join(w for w in words if w)
-
-    @property
     def key(self) -> tuple[Any, ...]:
-        return ("model", self.model, self.tiny, tuple(sorted(self.sizes)), self.dtype, self.config)
-
-
-BATCH_OF_1 = ("batch", 1)
+        return ("model", *self.workload.key, self.config)
 
 
 @dataclass(frozen=True)
 class OpRow:
-    """One op at one size: microseconds of each way to compute it."""
+    """One op at one size: microseconds of each way to compute it, on the GPU where there is one."""
 
     op: str
     case: str
@@ -78,8 +99,11 @@ class OpRow:
     chosen: str
     megabytes: float
     copy_us: float
-    gpu_us: dict[str, float]
+    us: dict[str, float]
     host_us: dict[str, float]
+    error: dict[str, float]
+    peers: tuple[str, ...]
+    failed: tuple[str, ...]
 
     @property
     def roof(self) -> float:
@@ -89,16 +113,16 @@ class OpRow:
     @property
     def slowest_exact(self) -> str | None:
         """The way with the bits of eager that takes longest, where an op has several."""
-        ways = [way for way in self.gpu_us if way.startswith("exact:")]
-        return max(ways, key=lambda way: self.gpu_us[way], default=None)
+        ways = [way for way in self.us if way.startswith("exact:")]
+        return max(ways, key=lambda way: self.us[way], default=None)
 
     def bandwidth(self, way: str) -> float:
         """GB/s: every byte read or written once, over the GPU time."""
-        return self.megabytes / self.gpu_us[way] * 1e3
+        return self.megabytes / self.us[way] * 1e3
 
     def share(self, way: str) -> float:
         """Part of the copy's bandwidth that `way` reaches."""
-        return self.copy_us / self.gpu_us[way]
+        return self.copy_us / self.us[way]
 
     def key(self, way: str) -> tuple[Any, ...]:
         return ("op", self.op, self.case, self.dtype, way)
@@ -119,3 +143,88 @@ class ExactRow:
     @property
     def key(self) -> tuple[Any, ...]:
         return ("exact", self.op, self.chain, self.dtype, self.width, self.rows)
+
+
+@dataclass(frozen=True)
+class VideoRow:
+    """One generation from prompt to frames; times in seconds, None where it failed."""
+
+    workload: Workload
+    weights: str
+    steps: int
+    guidance: float | None
+    config: str
+    failed: str | None
+    equal: bool
+    psnr_db: float | None
+    total_s: float | None
+    step_s: float | None
+    frame_s: float | None
+    parts: dict[str, float]
+    gib: float | None
+    ready_s: float | None
+    problems: tuple[str, ...]
+    graphs: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload.title}, {self.steps} steps"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("video", *self.workload.key, self.weights, self.steps, self.guidance, self.config)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of one kernel in one forward."""
+
+    name: str
+    category: str
+    ours: bool
+    calls: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """Kernels of one forward, by torch.profiler (level 1) or nsys (level 2)."""
+
+    workload: Workload
+    level: int
+    config: str
+    kernel_ms: float
+    wall_ms: float | None
+    launches: int
+    categories: dict[str, float]
+    kernels: tuple[Kernel, ...]
+    graph_breaks: int | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("profile", *self.workload.key, self.level, self.config)
+
+
+@dataclass(frozen=True)
+class CountedRow:
+    """What ncu counted of one kernel at one grid (level 3)."""
+
+    workload: Workload
+    config: str
+    name: str
+    grid: str
+    block: str
+    launches: int
+    us: float | None
+    dram_gbs: float | None
+    dram_percent: float | None
+    compute_percent: float | None
+    occupancy: float | None
+    theoretical_occupancy: float | None
+    limiter: str | None
+    advice: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        kernel = (self.config, self.name, self.grid, self.block)
+        return ("counted", *self.workload.key, *kernel)

@@ -11,12 +11,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from .progress import Show, show_nothing
+from ..errors import CannotRun
+from ..progress import Show, show_nothing
 from .run import Measured, Run, measure
-from .settings import CannotRun, Settings
+from .settings import CONTROL, Settings
 from .ways import EAGER, Way
-
-CONTROL = "eager again"
 
 
 def compare(

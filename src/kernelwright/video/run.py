@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..inject import Report
-from .progress import Show, show_nothing
+from ..progress import Show, show_nothing
 from .settings import MIN_STEPS, Settings
 from .ways import Way
 

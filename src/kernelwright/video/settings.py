@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import BadSetting
+
 PROMPT = "a red fishing boat on a quiet lake at dawn, mist over the water"
 NEGATIVE_PROMPT = "worst quality, inconsistent motion, blurry, jittery, distorted"
 
@@ -13,22 +15,10 @@ FRAME_STRIDE = 8
 PIXEL_STRIDE = 32
 # the scheduler stretches its sigmas over the steps between the first and the last
 MIN_STEPS = 2
-
-
+# what the second run of eager is called: it shows what differs without any kernel
+CONTROL = "eager again"
 # sizes for a tiny model: seconds on a CPU
 TINY = {"frames": 9, "height": 64, "width": 96, "steps": 4}
-
-
-class CannotRun(RuntimeError):
-    """Something is missing; the message says what to do."""
-
-
-class BadSetting(ValueError):
-    """An option has a value that cannot be used."""
-
-    def __init__(self, option: str, message: str) -> None:
-        super().__init__(message)
-        self.option = option
 
 
 @dataclass(frozen=True)
@@ -37,7 +27,7 @@ class Settings:
 
     >>> Settings(frames=50)
     Traceback (most recent call last):
-    kernelwright.video.settings.BadSetting: 50 frames, expected 8k + 1: 49 or 57
+    kernelwright.errors.BadSetting: 50 frames, expected 8k + 1: 49 or 57
     """
 
     prompt: str = PROMPT

@@ -8,7 +8,7 @@ import torch
 
 from .. import models
 from ..backends import installed
-from .settings import BadSetting, CannotRun
+from ..errors import BadSetting, CannotRun
 
 
 def pipeline(

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..errors import BadSetting
 from ..inject import Report, injected
 from ..inject.engine import NUMERICS
-from .settings import BadSetting
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Way:
     @property
     def keeps_bits(self) -> bool:
         """Whether eager's bits are promised. What torch.compile touches rounds as it likes."""
-        return self.numerics != "fused" and not self.compiled
+        return self.numerics in (None, "exact") and not self.compiled
 
     def __str__(self) -> str:
         words = (self.numerics, self.graphs and "graphs", self.compiled and "compile")

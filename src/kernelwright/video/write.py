@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ..backends import installed
-from ..bench import results
-from .settings import BadSetting, CannotRun
+from ..bench.results import check_writable
+from ..errors import BadSetting, CannotRun
 
 FORMATS = (".mp4", ".gif")
 # x264's constant quality: 0 is lossless, 23 its default, 18 hard to tell from the frames
@@ -24,14 +24,7 @@ def check_output(path: Path) -> None:
         raise BadSetting("--output", f"{path}: expected a name that ends in {' or '.join(FORMATS)}")
     if path.suffix.lower() == ".mp4" and not installed("av"):
         raise CannotRun("mp4 needs PyAV: pip install 'kernelwright[video]', or write a .gif")
-    check_writable("--output", path)
-
-
-def check_writable(option: str, path: Path) -> None:
-    try:
-        results.check_writable(path)
-    except ValueError as error:
-        raise BadSetting(option, str(error)) from None
+    check_writable(path, "--output")
 
 
 def video_paths(output: Path, videos: int, *, gif: bool = False) -> list[list[Path]]:

@@ -1,4 +1,4 @@
-"""Where to run: an idle GPU, unless a device is named."""
+"""Where to run, and in which dtype: an idle GPU, unless a device is named."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from ..gpus import Gpu, nvidia_smi
-from .settings import BadSetting, CannotRun
+from .errors import BadSetting, CannotRun
+from .gpus import Gpu, nvidia_smi
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -20,8 +20,10 @@ def choose_device(name: str | None, *, tiny: bool = False) -> torch.device:
         if tiny:
             return torch.device("cpu")
         raise CannotRun(
-            "torch sees no GPU: --device cpu takes the CPU (hours), --tiny a small model"
+            "torch sees no GPU: --device cpu takes the CPU, for hours; a tiny model takes seconds"
         )
+    if torch.cuda.is_initialized():  # nvidia-smi would count this process among the others
+        return torch.device("cuda", torch.cuda.current_device())
     gpus = _visible(nvidia_smi()[1])
     idle = [index for index, gpu in gpus.items() if gpu.idle]
     if idle:

@@ -1,4 +1,4 @@
-"""A bar over the denoise steps."""
+"""A bar over the steps of what takes longer than two seconds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,79 @@
+"""Result files say where they come from, and the tables of README.md are made of them."""
+
+import json
+import subprocess
+
+import pytest
+from result_files import MODELS, VIDEOS, model_row, write_results
+
+from kernelwright.bench import published, results
+from kernelwright.errors import BadSetting
+
+
+def readme(tmp_path, *sections):
+    path = tmp_path / "README.md"
+    marks = (f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in sections)
+    path.write_text("# before\n" + "".join(marks) + "after\n")
+    return path
+
+
+def test_tables_stand_between_the_markers_that_are_there(tmp_path):
+    folder = tmp_path / "results" / "h200"
+    sizes = {"batch": 2, "frames": 49, "height": 512, "width": 768, "text": 128}
+    rows = [row | {"sizes": sizes} for row in (*MODELS, model_row("exact+graphs", 50.0))]
+    write_results(folder / "models", "models", *rows)
+    path = readme(tmp_path, "models")
+    published.update(path, tmp_path / "results")
+    text = path.read_text()
+    line = (
+        "| `ltx-video` 49f 768×512 batch 2 | 100.0 | 90.0 (1.11×) | 80.0 (1.25×) = | 50.0 (2.00×) ="
+    )
+    assert line in text
+    assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, random weights, commit 0123456" in text
+    assert text.startswith("# before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    published.update(path, tmp_path / "results")
+    assert path.read_text() == text
+
+
+def test_videos_have_a_table_too(tmp_path):
+    write_results(tmp_path / "results" / "h200" / "videos", "video", *VIDEOS)
+    path = readme(tmp_path, "videos")
+    published.update(path, tmp_path / "results")
+    title = "ltx-video 49f 768×512, 30 steps"
+    assert f"| {title} | exact+graphs | 2.0 | 46.7 | 40.8 | 1.50× | same bits |" in path.read_text()
+    assert f"| {title} | compile | 2.4 | 60.0 | 49.0 | 1.25× | 38.2 dB |" in path.read_text()
+
+
+def test_a_result_file_names_its_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERNELWRIGHT_COMMIT", "abc")
+    monkeypatch.setattr(results.sys, "orig_argv", ["python", "/home/me/bin/kernelwright", "bench"])
+    results.write(tmp_path / "new" / "r.json", "ops", [{"op": "rmsnorm"}], peers={"liger": "0.8"})
+    kept = json.loads((tmp_path / "new" / "r.json").read_text())
+    assert (kept["schema"], kept["kind"], kept["peers"]) == (1, "ops", {"liger": "0.8"})
+    assert kept["rows"] == [{"op": "rmsnorm"}]
+    known = kept["environment"]
+    assert known.keys() >= {"gpu", "driver", "torch", "triton", "commit", "date"}
+    assert known["commit"] == "abc"
+    assert known["command"] == "python kernelwright bench"
+
+
+def test_the_commit_is_that_of_this_source_only(tmp_path, monkeypatch):
+    """A package installed into a folder of somebody else's repository has no commit."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    (tmp_path / "results.py").write_text("")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    assert results._commit() is None
+    subprocess.run([*git, "add", "results.py"], check=True)
+    assert results._commit() == results._output(*git, "rev-parse", "HEAD") is not None
+
+
+def test_a_file_that_could_not_be_written_is_refused_by_its_option(tmp_path):
+    with pytest.raises(BadSetting, match="it is a folder") as refused:
+        results.check_writable(tmp_path, "--save")
+    assert refused.value.option == "--save"
+    results.check_writable(tmp_path / "new" / "a.json")
+    assert list((tmp_path / "new").iterdir()) == []
