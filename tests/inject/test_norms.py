@@ -100,6 +100,16 @@ def test_a_layer_norm_of_torch_with_and_without_its_parts(affine, bias, dtype):
     assert fused_sites(report) == {"norm": 1}
 
 
+def test_an_eps_that_pytorch_chooses_is_the_one_it_chooses():
+    """Where activations are small, eps decides the result."""
+    norm = nn.RMSNorm(WIDTH, eps=None).to(torch.bfloat16)
+    x = rows(torch.bfloat16) * 0.01
+    expected = norm(x).float()
+    with kw.injected(Around(norm), numerics="fused"):
+        result = norm(x).float()
+    torch.testing.assert_close(result, expected, rtol=2**-7, atol=0)
+
+
 def test_weights_in_float32_in_a_model_of_bfloat16():
     """Eager then ends in float32; a kernel would not."""
     report = check_exact(

@@ -477,7 +477,7 @@ class Fusions:
                     declined(name, CHANGES_DTYPE)
                     return None
         eps = getattr(module, norm.eps)
-        return norm, weight, bias, torch.finfo(x.dtype).eps if eps is None else eps
+        return norm, weight, bias, norms.default_eps(x.dtype, x.device) if eps is None else eps
 
 
 def _into(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.row.reference import eager_norm
+from ..ops.selection import given
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,6 +32,17 @@ class Norm:
     kind: str  # "rms" or "layer"
     chain: str  # the eager steps it runs: "torch", "diffusers", "transformers" or "wan"
     eps: str  # the attribute that holds it
+
+
+@given
+@cache
+def default_eps(dtype: torch.dtype, device: torch.device) -> float:
+    """What F.rms_norm adds where eps is None. PyTorch has changed its mind about that: the eps of
+    the dtype, or of float32 in which it computes."""
+    x = torch.full((1, 8), 2.0**-10, dtype=dtype, device=device)
+    y = float(F.rms_norm(x, (8,))[0, 0])
+    guesses = (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return min(guesses, key=lambda eps: abs(2.0**-10 * (2.0**-20 + eps) ** -0.5 - y))
 
 
 _found: WeakKeyDictionary[nn.Module, Norm | str] = WeakKeyDictionary()

@@ -7,13 +7,12 @@ weight, `product` multiplies them. None has a gradient.
 from __future__ import annotations
 
 import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .. import checks, selection
-from ..op import Call, Op
+from ..folder import FolderKernels
+from ..op import Op
 from . import reference
 from .reference import ACTIVATIONS, DTYPE
 
@@ -88,18 +87,6 @@ def unsupported(device: int) -> str | None:
     return f"eight-bit floats need compute capability 8.9, this GPU has {major}.{minor}"
 
 
-class _Kernels:
-    def triton(self, call: Call) -> Any:
-        from .triton import plan
-
-        return plan(call)
-
-    def cuda(self, call: Call) -> Any:
-        from ...backends import Unsupported
-
-        raise Unsupported("it has no CUDA C++ kernel")
-
-
 def _check(x: Tensor, up: Tensor | None, activation: str) -> None:
     checks.tensor("quantize", "x", x)
     checks.choice("quantize", "activation", activation, tuple(ACTIVATIONS))
@@ -121,10 +108,11 @@ QUANTIZE = Op(
     check=_check,
     allocate=_allocate,
     reference=reference.quantize,
-    kernels=_Kernels(),
+    kernels=FolderKernels(__name__),
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width), "up": None},
     outputs=("out", "scale"),
     prefer=("triton",),
+    backends=("torch", "triton"),
     internal=True,
 )

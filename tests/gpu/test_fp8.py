@@ -1,0 +1,85 @@
+"""The tier "fp8" on a GPU: kernel, product, and models with and without graphs."""
+
+import pytest
+import torch
+from inject.harness import run, same
+
+import kernelwright as kw
+from kernelwright import models
+from kernelwright.inject import contract, eight_bits
+from kernelwright.ops import fp8
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.get_device_capability() < (8, 9), reason="no eight-bit floats"
+)
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("width", [64, 2048, 8192, 15360])
+@pytest.mark.parametrize("gated", [False, True], ids=["alone", "gated"])
+def test_the_kernel_rounds_as_pytorch_does(width, activation, gated):
+    torch.manual_seed(0)
+    x = torch.randn(3, 57, width + 8, device="cuda", dtype=torch.bfloat16)[..., 8:]
+    up = torch.randn(3, 57, width, device="cuda", dtype=torch.bfloat16) if gated else None
+    got, got_scale = fp8.quantize(x, up, activation, backend="triton")
+    expected, scale = fp8.quantize(x, up, activation, backend="torch")
+    torch.testing.assert_close(got_scale, scale, rtol=2**-20, atol=0)
+    # a last bit of the activation or of the scale may fall on the other side of a tie
+    apart = (got.float() != expected.float()).float().mean()
+    assert apart < 1e-4
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-3, atol=2**-9)
+
+
+@pytest.mark.parametrize("rows", [64, 1000, 5376])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_is_that_of_the_values_the_rows_stand_for(rows, biased):
+    torch.manual_seed(0)
+    x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(512, 2048, device="cuda", dtype=torch.bfloat16) * 0.02
+    bias = torch.randn(512, device="cuda", dtype=torch.bfloat16) if biased else None
+    values, scale = fp8.quantize(x)
+    kept, weight_scale = fp8.quantize_weight(weight)
+    assert fp8.problem(x.device, x.dtype, kept.shape, bias) is None
+    got = fp8.product(values, scale, kept, weight_scale, bias, torch.bfloat16)
+    truth = (values.double() * scale) @ (kept.double() * weight_scale).T
+    truth = truth if bias is None else truth + bias.double()
+    # one rounding to bfloat16, and sums that tensor cores keep in fewer bits than float32
+    assert contract.error(got, truth) < 2**-8
+
+
+@pytest.mark.parametrize("name", ["ltx-video", "flux-dev", "sd3.5-medium", "wan-1.3b", "qwen3-8b"])
+def test_models_come_near_with_and_without_graphs(name, monkeypatch):
+    monkeypatch.setattr(eight_bits, "ROWS", 4)
+    how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
+    model, inputs = models.build(name, **how), models.inputs(name, **how)
+    expected = run(model, inputs)
+    with kw.injected(model, numerics="fp8") as report:
+        result = run(model, inputs)
+        assert same(run(model, inputs), result)
+    assert [f for f in report.findings if f.kind == "Linear"]
+    assert not report.problems
+    assert contract.error(result, expected) < 0.25
+    with kw.injected(model, numerics="fp8", graphs=True) as report:
+        for _ in range(4):
+            assert same(run(model, inputs), result)
+    (graphs,) = report.graphs
+    assert graphs.captured == 1 or graphs.reasons, graphs.describe()
+    assert same(run(model, inputs), expected)
+
+
+def test_a_weight_written_to_counts_in_a_graph_too(monkeypatch):
+    monkeypatch.setattr(eight_bits, "ROWS", 4)
+    how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
+    model, inputs = models.build("ltx-video", **how), models.inputs("ltx-video", **how)
+    with kw.injected(model, numerics="fp8", graphs=True) as report:
+        for _ in range(3):
+            before = run(model, inputs)
+        assert report.graphs[0].captured == 1
+        with torch.no_grad():
+            model.transformer_blocks[0].ff.net[2].weight.mul_(2)
+            model.transformer_blocks[0].attn2.to_v.weight.mul_(2)
+        results = [run(model, inputs) for _ in range(4)]
+    assert not same(results[0], before)
+    with kw.injected(model, numerics="fp8"):
+        expected = run(model, inputs)
+    assert all(same(result, expected) for result in results)
