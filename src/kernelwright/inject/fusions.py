@@ -289,19 +289,24 @@ class Fusions:
     ) -> Tensor:
         """Attention over [batch, tokens, heads, dim], as diffusers' processors call it. A backend
         that the person set, and context parallelism, are theirs to decide."""
-        from diffusers.models import attention_dispatch as diffusers
+        # names, not the module: Dynamo of torch 2.11 cannot import from a package that is lazy
+        from diffusers.models.attention_dispatch import (
+            AttentionBackendName,
+            _AttentionBackendRegistry,
+            dispatch_attention_fn,
+        )
 
         chosen = processor._attention_backend, processor._parallel_config
 
         def eager() -> Tensor:
-            return diffusers.dispatch_attention_fn(
+            return dispatch_attention_fn(
                 query, key, value, attn_mask=mask, backend=chosen[0], parallel_config=chosen[1]
             )
 
         if self.exact or chosen != (None, None) or torch.compiler.is_compiling():
             return eager()
-        active = diffusers._AttentionBackendRegistry._active_backend
-        if active != diffusers.AttentionBackendName.NATIVE:
+        active = _AttentionBackendRegistry._active_backend
+        if active != AttentionBackendName.NATIVE:
             return eager()  # chosen for all models
         if mask is not None and mask.ndim != 4:
             return eager()  # diffusers gives fewer dimensions a meaning of its own

@@ -99,7 +99,10 @@ class Captured:
             with prelude.running():
                 return forward(*args, **kwargs)
 
+        before = _random_state(device)
         run()
+        # a replay moves the random generator on, so one too many could not be undone
+        self.random = not torch.equal(before, _random_state(device))
         rewind()
         prelude.collecting = False
         versions = [t._version for t in memory]
@@ -142,6 +145,10 @@ class Captured:
 
 
 _version = attrgetter("_version")
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextmanager

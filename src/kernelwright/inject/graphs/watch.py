@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, str, type(None), Enum)
 class Watch:
     """A model as it was when this was made: its modules, weights, hooks and adapters.
 
-    `same` is asked before every replay, so it walks flat lists that were laid out once, and leaves
+    `same` is asked at every replay, so it walks flat lists that were laid out once, and leaves
     their loops to builtins. Nothing here holds on to the model itself: it may be freed.
     """
 
@@ -58,6 +58,14 @@ class Watch:
         self.devices = frozenset(w.device for w in weights)
         scripted = len(modules) < len(everything)
         self._obstacle = "scripted modules" if scripted else self._find_obstacle(inner, weights)
+
+    def in_place(self) -> bool:
+        """Whether the weights are at their addresses: what a replay needs so as not to read memory
+        that is no longer theirs. This is asked before a replay, `same` while it runs."""
+        weights = self.weights()
+        if self._layout is None or not WEIGHT_TYPES.issuperset(map(type, weights)):
+            return False
+        return list(map(Tensor.data_ptr, weights)) == self._layout[0]
 
     def same(self, model: nn.Module) -> bool:
         """Whether the model is still what it was: modules, weights at their addresses, hooks,

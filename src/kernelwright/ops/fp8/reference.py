@@ -25,7 +25,8 @@ def quantize(x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Ten
         y = y * up.float()
     largest = y.abs().amax(-1, keepdim=True) if y.shape[-1] else y.new_zeros(*y.shape[:-1], 1)
     largest = torch.where(largest == 0, LARGEST, largest)
-    return (y * (LARGEST / largest)).to(DTYPE), largest / LARGEST
+    # written so that CPU and GPU round alike: a number over a tensor is not the same on both
+    return (y * (largest.reciprocal() * LARGEST)).to(DTYPE), largest * (1 / LARGEST)
 
 
 def product(

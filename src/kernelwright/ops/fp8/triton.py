@@ -58,9 +58,9 @@ def quantize_kernel(
 
     b_largest = tl.max(tl.abs(b_y), 1)
     b_largest = tl.where(b_largest == 0.0, LARGEST, b_largest)
-    b_y *= tl.div_rn(LARGEST + 0.0 * b_largest, b_largest)[:, None]
+    b_y *= (tl.div_rn(1.0 + 0.0 * b_largest, b_largest) * LARGEST)[:, None]
     tl.store(y + o_y + o_n, b_y.to(y.dtype.element_ty), mask=m_n)
-    tl.store(scale + i_row, tl.div_rn(b_largest, LARGEST + 0.0 * b_largest))
+    tl.store(scale + i_row, b_largest * (1.0 / LARGEST))
 
 
 def plan(call: Call) -> TritonLaunch:

@@ -1,0 +1,17 @@
+"""The blocks of the documentation on a GPU: those that need one, and all others of Python."""
+
+import pytest
+from blocks import blocks, documents, run
+
+BLOCKS = [
+    block
+    for path in documents()
+    for block in blocks(path)
+    if block.gpu or block.language == "python"
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_a_block_runs_on_a_gpu(block, tmp_path):
+    run(block, tmp_path)
