@@ -27,7 +27,7 @@ from . import norms
 from .check import declined, site
 from .eight_bits import EightBits
 from .norms import Norm
-from .prompts import Prompts
+from .prompts import Prompts, Shared
 from .slots import hooked
 from .tables import Tables
 
@@ -47,6 +47,8 @@ class Fusions:
     tables: Tables = field(default_factory=Tables)
     eight_bits: EightBits | None = None
     prompts: Prompts = field(default_factory=Prompts)
+    masks: Shared = field(default_factory=Shared)
+    modulations: Shared = field(default_factory=Shared)
     _seen: dict[nn.Module, Norm | str | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Fusions:

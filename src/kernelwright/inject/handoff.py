@@ -21,11 +21,14 @@ from torch import Tensor, nn
 
 from .slots import hooked
 
+NONE: dict[int, nn.Module] = {}
+
 
 class _Run(threading.local):
     """The forward that is running in this thread."""
 
     following: dict[int, nn.Module | None] | None = None
+    blocks: dict[int, nn.Module] = NONE
     key: Any = None  # the signature of what the whole model was given
     offer: tuple[nn.Module, tuple[Tensor, ...], tuple[int, ...], Any] | None = None
 
@@ -38,19 +41,25 @@ _refused: WeakSet[nn.Module] = WeakSet()  # what was laid ready for these came o
 def chain(modules: Sequence[nn.Module], key: Any) -> Iterator[None]:
     """While a model runs: the order in which it calls its blocks, and the signature of its inputs,
     which decides what all of them are given."""
-    before = _run.following, _run.offer, _run.key
+    before = _run.following, _run.blocks, _run.offer, _run.key
+    _run.blocks = {id(m): m for m in modules}
     _run.following = {id(a): b for a, b in pairwise((*modules, None))}
     _run.offer, _run.key = None, key
     try:
         yield
     finally:
-        _run.following, _run.offer, _run.key = before
+        _run.following, _run.blocks, _run.offer, _run.key = before
 
 
 def shared_key(module: nn.Module) -> Any:
     """The signature of the running model's inputs, if `module` is one of its blocks."""
     blocks = _run.following
     return _run.key if blocks is not None and id(module) in blocks else None
+
+
+def running() -> dict[int, nn.Module]:
+    """The blocks of the running model by their id, if it is known."""
+    return {} if torch.compiler.is_compiling() else _run.blocks
 
 
 def following(module: nn.Module) -> nn.Module | None:

@@ -10,6 +10,7 @@ they are a graph of their own, which is replayed when the prompt changes (see gr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -65,6 +66,31 @@ class Prompts:
         value = make()
         self._by_module[owner] = _Entry(ref(root(source)), facts, value)
         return value
+
+
+class _Last(threading.local):
+    source: ref[Tensor] | None = None
+    facts: Any = None
+    value: Any = None
+
+
+class Shared:
+    """The last value made of a tensor that a model hands to all of its blocks alike."""
+
+    def __init__(self) -> None:
+        self._last = _Last()
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        return Shared()
+
+    def __call__(self, source: Tensor, facts: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes of `source` and `facts`, once as long as they stay the same."""
+        if not _can_be_kept(source, []):
+            return make()
+        known, last = (facts, source._version), self._last
+        if last.source is None or last.source() is not source or last.facts != known:
+            last.source, last.facts, last.value = ref(source), known, make()
+        return last.value
 
 
 def _as_here(make: Callable[[], T]) -> Callable[[], T]:

@@ -8,8 +8,10 @@ are made once a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import handoff
@@ -31,7 +33,7 @@ def block(fuse: Fusions) -> Forward:
     ) -> Tensor:
         ahead = handoff.take(self, hidden_states, temb)
         if ahead is None:
-            parts = modulation(self, temb)
+            parts = modulation(fuse, self, temb)
             rows = fuse.norm_modulate(self.norm1, hidden_states, parts[1], parts[0])
         else:
             parts, rows = ahead
@@ -55,7 +57,7 @@ def block(fuse: Fusions) -> Forward:
         after = handoff.following(self)
         if after is None:
             return fuse.residual(hidden_states, branch, gate_ff)
-        parts = modulation(after, temb)
+        parts = modulation(fuse, after, temb)
         rows, hidden_states = fuse.residual_norm(
             hidden_states, branch, after.norm1, gate_ff, parts[1], parts[0]
         )
@@ -65,11 +67,29 @@ def block(fuse: Fusions) -> Forward:
     return forward
 
 
-def modulation(block: Any, temb: Tensor) -> tuple[Tensor, ...]:
+def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
     """shift, scale and gate of both branches: [batch, 1 or tokens, width] each."""
-    table = block.scale_shift_table
-    batch, tokens = temb.shape[:2]
-    return (table.to(temb.device) + temb.reshape(batch, tokens, table.shape[0], -1)).unbind(2)
+    blocks = handoff.running()
+    # a modulation for every token is too large to be made for all blocks at once
+    if blocks and temb.shape[1] == 1 and id(block) in blocks:
+        together = fuse.modulations(temb, None, lambda: modulations(blocks.values(), temb))
+        if together is not None:
+            return together[id(block)]
+    return added(block.scale_shift_table.to(temb.device), temb).unbind(2)
+
+
+def modulations(blocks: Iterable[Any], temb: Tensor) -> dict[int, tuple[Tensor, ...]] | None:
+    """The same of all blocks in one addition, if their tables are here."""
+    tables = {id(b): b.scale_shift_table for b in blocks}
+    if any(t.device != temb.device for t in tables.values()):
+        return None
+    together = added(torch.stack(list(tables.values()))[:, None, None], temb)
+    return {block: parts.unbind(2) for block, parts in zip(tables, together, strict=True)}
+
+
+def added(table: Tensor, temb: Tensor) -> Tensor:
+    """table [..., 6, width] + temb [batch, tokens, 6 * width]"""
+    return table + temb.unflatten(2, (table.shape[-2], -1))
 
 
 def attention(fuse: Fusions) -> Forward:
@@ -124,9 +144,7 @@ def attend(
 
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     if attention_mask is not None:
-        batch, tokens, _ = context.shape
-        attention_mask = attn.prepare_attention_mask(attention_mask, tokens, batch)
-        attention_mask = attention_mask.view(batch, attn.heads, -1, attention_mask.shape[-1])
+        attention_mask = for_heads(fuse, attn, attention_mask, *context.shape[:2])
 
     def rotate(x: Tensor) -> Tensor:
         return x if image_rotary_emb is None else apply_rotary_emb(x, image_rotary_emb)
@@ -156,6 +174,16 @@ def attend(
     for layer in attn.to_out:
         rows = layer(rows)
     return rows
+
+
+def for_heads(fuse: Fusions, attn: Any, mask: Tensor, batch: int, tokens: int) -> Tensor:
+    """The mask that all blocks are given, as [batch, heads, 1, tokens]."""
+
+    def make() -> Tensor:
+        prepared = attn.prepare_attention_mask(mask, tokens, batch)
+        return prepared.view(batch, attn.heads, -1, prepared.shape[-1])
+
+    return fuse.masks(mask, (attn.heads, tokens, batch), make)
 
 
 def rope(fuse: Fusions) -> Forward:
