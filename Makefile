@@ -1,6 +1,6 @@
 # make demo   frames of a tiny LTX-Video, before and after injection
 # make test   lint and tests
-# make docs   the tables of README.md
+# make docs   the tables and the picture of README.md and docs/, and the site in build/site
 # all set up .venv on their first run; PYTHON=python3.12 picks another interpreter
 
 PYTHON ?= python3
@@ -29,9 +29,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# README's tables, from the code and from results/
+# tables and picture from the code and from results/, then the site, whose warnings are errors
 docs: $(READY)
-	$(BIN)/python -c "from pathlib import Path; from kernelwright.bench.published import update; update(Path('README.md'), Path('results'))"
+	$(BIN)/python docs/gen.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # torch comes first and alone: a resolver that may still choose takes the newest cuda build,
 # gigabytes of it. without an nvidia driver the cpu build does; the cuda build pins its own

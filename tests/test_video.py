@@ -269,7 +269,7 @@ def test_psnr_is_over_the_range_of_eager():
         (["--seed", "-1"], "0 or more"),
         (["--warmup-iterations", "-1"], "0 or more"),
         (["--prompt", " "], "empty"),
-        (["--numerics", "fp8"], "expected exact or fused"),
+        (["--numerics", "fp4"], "expected exact, fused or fp8"),
         (["--no-optimized-kernels", "--graphs"], "add exact or fused"),
         (["--no-optimized-kernels", "--numerics", "exact"], "turned off"),
         (["--device", "gpu"], "cannot be used"),

@@ -1,7 +1,8 @@
 """The blocks of the documentation on a GPU: those that need one, and all others of Python."""
 
 import pytest
-from blocks import blocks, documents, run
+from blocks import blocks, documents
+from running import run
 
 BLOCKS = [
     block

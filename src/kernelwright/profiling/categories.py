@@ -23,7 +23,7 @@ NOTE = (
 )
 
 # the kernels of this library: CUDA's by their entry point, Triton's by their function
-OURS = r"^(kernelwright_\w+|kernelwright::\w+|(row|rope|glu|attention)_kernel)"
+OURS = r"^(kernelwright_\w+|kernelwright::\w+|(row|rope|glu|attention|quantize)_kernel)"
 _OURS = re.compile(OURS)
 _INDUCTOR = re.compile(r"^(triton|cpp)_(poi|red|per|for|fused)")
 _INDUCTOR_TEMPLATE = re.compile(r"^triton_(tem|mm|bmm)")
@@ -39,7 +39,7 @@ _NAMES = (
     ("norm", r"^(kernelwright_row|row_kernel)|^kernelwright::(modulate|gated_residual|adaln)"),
     ("RoPE", r"c10::complex|(cos|sin)_kernel|^aten::(cos|sin|view_as_complex)$"),
     ("activation", r"gelu|silu|glu|sigmoid|tanh|relu"),
-    ("copies", r"copy|CatArray|mem(cpy|set)|Fill|transpose_kernel|index_?select|gather"),
+    ("copies", r"copy|quantize|CatArray|mem(cpy|set)|Fill|transpose_kernel|index_?select|gather"),
     ("copies", r"^aten::(cat|stack|clone|contiguous|to|repeat|repeat_interleave|fill_|zero_)$"),
     ("modulation", r"Functor(OnSelf)?_add|(Mul|Div|Add|Sub)Functor|addcmul|neg_kernel"),
     ("modulation", r"^aten::(add|sub|rsub|mul|div|neg|addcmul)_?$"),

@@ -1,0 +1,165 @@
+"""Tables and the picture of README.md and docs/, made from `results/`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kernelwright.bench import published
+from kernelwright.report.figures import Device, Model, devices
+from kernelwright.report.markup import Html, joined, tag
+from kernelwright.report.png import COLOURS
+from kernelwright.report.reading import Results, read
+from kernelwright.report.rows import OpRow
+
+FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
+LABEL, BAR, WIDTH, TOP, LINE = 236, 330, 760, 64, 42
+
+
+def _device(folder: Path) -> tuple[list[Results], Device]:
+    files = read([folder])
+    (device,) = devices(files)
+    return files, device
+
+
+def _about(files: Sequence[Results]) -> str:
+    """The environment that a table comes from."""
+    first = files[0].environment
+    commits = ", ".join(sorted({(f.environment.commit or "unknown")[:7] for f in files}))
+    versions = f"driver {first.driver}, torch {first.torch}, triton {first.triton}"
+    return f"{first.gpu}, {versions}, commit {commits}."
+
+
+def speedups(results: Path) -> str:
+    """The time of one forward as a share of eager's, for each model, as an SVG file."""
+    files, device = _device(results / "models")
+    models = [model for model in device.models if model.best_exact]
+    height = TOP + LINE * len(models) + 34
+    keys = {"compile": "torch.compile", "exact": "kernelwright, same bits as eager"}
+    pieces = [
+        tag("rect", width=f"{WIDTH}", height=f"{height}", rx="8", fill=COLOURS["paper"]),
+        _text(20, 30, "Time of one forward, eager is the whole bar. Shorter is better.", 15, 600),
+    ]
+    for number, (colour, name) in enumerate(keys.items()):
+        x = 20 + 140 * number
+        pieces += [_bar(x, 42, 12, 10, colour), _text(x + 18, 51, name, 12)]
+    for number, model in enumerate(models):
+        pieces += _compared(model, TOP + LINE * number + 8)
+    note = f"{device.name}, torch {files[0].environment.torch}, random weights, bfloat16"
+    pieces.append(_text(20, height - 14, note, 11, colour="soft"))
+    picture = tag(
+        "svg",
+        joined(pieces, "\n"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {height}",
+        width=f"{WIDTH}",
+        height=f"{height}",
+        font_family=FONT,
+    )
+    return f"{picture}\n"
+
+
+def _compared(model: Model, y: int) -> list[Html]:
+    """Two bars over the whole one of eager, with what they gain."""
+    title = model.title.removesuffix(" batch 2")
+    pieces = [_text(LABEL - 10, y + 19, title, 12, end=True), _bar(LABEL, y, BAR, 32, "track")]
+    rows = {"compile": model.row("compile"), "exact": model.best_exact}
+    for (colour, row), top in zip(rows.items(), (y + 2, y + 17), strict=True):
+        gain = model.speedup(row) if row else None
+        if row and gain:
+            also = f", {' '.join(row.config.split('+')[1:])}" if "+" in row.config else ""
+            said = f"{gain:.2f}×{also if colour == 'exact' else ''}"
+            length = min(BAR, BAR / gain)
+            pieces += [_bar(LABEL, top, length, 13, colour)]
+            pieces += [
+                _text(LABEL + BAR + 10, top + 11, said, 12, 600 if colour == "exact" else 400)
+            ]
+    return pieces
+
+
+def _bar(x: float, y: float, width: float, height: float, colour: str) -> Html:
+    sizes = {"x": f"{x}", "y": f"{y}", "width": f"{width:.1f}", "height": f"{height}"}
+    return tag("rect", fill=COLOURS[colour], **sizes)
+
+
+def _text(
+    x: int,
+    y: int,
+    text: str,
+    size: int,
+    weight: int = 400,
+    end: bool = False,
+    colour: str = "ink",
+) -> Html:
+    return tag(
+        "text",
+        text,
+        x=f"{x}",
+        y=f"{y}",
+        font_size=f"{size}",
+        font_weight=f"{weight}",
+        text_anchor="end" if end else "start",
+        fill=COLOURS[colour],
+    )
+
+
+def op_times(results: Path) -> str:
+    """A line for each op and shape: GPU microseconds beside PyTorch and torch.compile."""
+    files, device = _device(results / "ops.json")
+    return "\n".join([op_table(device.ops), "", _about(files)])
+
+
+def op_table(rows: Sequence[OpRow], named: bool = True) -> str:
+    head = ["op"] * named + ["shape", "eager", "torch.compile", "ours", "exact", "copy", "of copy"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        exact = row.slowest_exact
+        figures = [
+            _us(row, "eager"),
+            _us(row, "compile"),
+            f"{_us(row, row.chosen)} ({row.chosen})",
+            _us(row, exact) if exact else "–",
+            f"{row.copy_us:.1f}",
+            f"{row.share(row.chosen):.0%}",
+        ]
+        cells = [f"`{row.op}`"] * named + [row.case, *figures]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _us(row: OpRow, way: str) -> str:
+    return f"{row.us[way]:.1f}" if way in row.us else "–"
+
+
+def exactness(results: Path) -> str:
+    """A line for each op and eager chain: elements compared, and how many differed."""
+    files, device = _device(results / "exact.json")
+    counted: dict[tuple[str, str], list[int]] = {}
+    for row in device.exact:
+        if row.mismatches is not None:
+            sums = counted.setdefault((row.op, row.chain), [0, 0, 0])
+            sums[0] += 1
+            sums[1] += row.elements
+            sums[2] += row.mismatches
+    lines = ["| op | chain | shapes and dtypes | elements | differ |", "|---|---|---|---|---|"]
+    for (op, chain), (shapes, elements, differ) in counted.items():
+        lines.append(f"| `{op}` | {chain} | {shapes} | {elements / 1e6:.1f} million | {differ} |")
+    return "\n".join([*lines, "", _about(files)])
+
+
+def first_results(results: Path) -> str:
+    """Seconds to the first result of each model: eager, torch.compile, exact."""
+    files, device = _device(results / "models")
+    shown = ("eager", "compile", "exact", "exact+graphs")
+    lines = [f"| first forward, s | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
+    for model in device.models:
+        found = [model.row(config) for config in shown]
+        cells = [f"{r.first_s:.1f}" if r and r.first_s is not None else "–" for r in found]
+        lines.append(f"| `{model.title}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _about(files)])
+
+
+def generations(results: Path) -> str:
+    """Whole videos from prompt to frames, once there are results of them."""
+    folder = results / "videos"
+    return published.videos(folder) if folder.exists() else "None has been recorded yet."

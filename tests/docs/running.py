@@ -1,0 +1,88 @@
+"""How a block is run.
+
+A `python` block runs as a script, a `bash` block command by command (commands.py). A `cuda` block
+is quoted from a kernel of the library, and a `text` block is what a program printed. Any other
+language is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import shutil
+from pathlib import Path
+
+from blocks import ROOT, Block, Wrong
+from commands import COMMANDS, bash, tomllib
+
+# folders of the checkout that commands read and write: a block gets copies of those it names
+COPIED = ("results", "hub")
+# what a reader might want to run
+RUNNABLE = (*COMMANDS, "$", ">>>", "import", "from")
+
+
+def run(block: Block, folder: Path) -> None:
+    """Do in `folder` what a block says; raises if it cannot be done."""
+    runners = {
+        "python": _python,
+        "bash": bash,
+        "cuda": _quoted,
+        "json": _json,
+        "toml": _toml,
+        "text": _printed,
+    }
+    if block.language not in runners:
+        known = ", ".join(runners)
+        raise Wrong(f"{block.name}: language {block.language!r}, expected one of {known}")
+    for name in COPIED:
+        if f"{name}/" in block.text or f"{name} " in block.text:
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("build"))
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        runners[block.language](block, folder)
+    finally:
+        os.chdir(before)
+
+
+def _printed(block: Block, folder: Path) -> None:
+    """There is nothing to run, and nothing in it that a reader might want to."""
+    for line in block.text.splitlines():
+        if line.split(" ")[0] in RUNNABLE:
+            raise Wrong(f"{block.name}: {line!r} is a command; commands stand in a bash block")
+
+
+def _json(block: Block, folder: Path) -> None:
+    json.loads(block.text)
+
+
+def _toml(block: Block, folder: Path) -> None:
+    tomllib.loads(block.text)
+
+
+def _quoted(block: Block, folder: Path) -> None:
+    if not is_quoted(block.text):
+        raise Wrong(f"{block.name}: no kernel of the library has these lines")
+
+
+def is_quoted(text: str) -> bool:
+    """Whether these lines stand one after the other in a kernel of the library or a template."""
+    wanted = _lines(text)
+    kernels = [*(ROOT / "src").rglob("*.cuh*"), *(ROOT / "src").rglob("triton.py*")]
+    found = (_lines(path.read_text(encoding="utf-8")) for path in kernels)
+    return any(lines[n : n + len(wanted)] == wanted for lines in found for n in range(len(lines)))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _python(block: Block, folder: Path) -> None:
+    """From a file, with the lines where the page has them: Triton reads the source of kernels."""
+    script = folder / f"{block.path.stem}_{block.line}.py"
+    script.write_text("\n" * block.line + block.text)
+    with contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,99 @@
+"""What is made of the code and of `results/` is up to date, and the site builds."""
+
+import json
+import shutil
+
+import fusion
+import gen
+import pytest
+import torch
+from blocks import ROOT
+
+from kernelwright import catalog
+from kernelwright.ops import registry
+from kernelwright.report.figures import devices
+from kernelwright.report.reading import read
+
+
+def test_tables_and_picture_are_those_of_the_results(tmp_path):
+    for page in gen.written():
+        copy = tmp_path / page.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page, copy)
+    (tmp_path / gen.PICTURE).parent.mkdir(parents=True, exist_ok=True)
+    gen.fill(tmp_path)
+    made = [page.relative_to(ROOT) for page in gen.written()] + [gen.PICTURE]
+    behind = [str(p) for p in made if (tmp_path / p).read_text() != (ROOT / p).read_text()]
+    assert not behind, "run `make docs`"
+
+
+def test_what_readme_says_in_words_holds_in_the_results():
+    """Beside the alternatives, and among the limits."""
+    (device,) = devices(read([gen.RESULTS / "h200" / "models"]))
+    whole = [m for m in device.models if m.row("exact+compile")]
+    rows = {m.rows[0].workload.model: m.row for m in whole}
+    assert len(rows) == 10
+    assert not any(row("compile").equal for row in rows.values())
+    assert all(row("exact").equal for row in rows.values())
+    assert all(row("compile").first_s > row("exact").first_s for row in rows.values())
+    assert {name for name, row in rows.items() if row("exact").ms > row("eager").ms} == {
+        "sdxl-unet"
+    }
+    assert {name for name, row in rows.items() if not row("exact+compile").equal} == {
+        "dit-xl",
+        "pixart",
+    }
+    for name in ("llama-3-8b", "mistral-7b", "qwen3-8b"):
+        assert 0.95 < rows[name]("exact").ms / rows[name]("compile").ms < 1.05
+
+
+def test_every_op_has_a_page_with_formula_shapes_and_picture():
+    pages = dict(gen.pages())
+    for entry in catalog.entries():
+        page = pages[f"ops/{entry.name}.md"]
+        assert entry.formula in page
+        assert "## Arguments\n\n- `" in page
+        assert '<svg viewBox="' in page
+        assert entry.name in page.partition("## What it fuses")[2]
+
+
+def test_the_steps_of_a_picture_are_the_kernels_of_the_eager_chain():
+    made = fusion.fusion(registry()["modulate"])
+    assert [step.name for step in made.steps] == ["add", "mul", "add"]
+    rows, table = 2 * 2688 * 2048 * 2, 2 * 2048 * 2
+    assert [step.moved for step in made.steps] == [2 * table, 2 * rows + table, 2 * rows + table]
+    assert made.moved == 2 * rows + 2 * table
+
+
+def test_views_are_no_kernels_and_an_expanded_dimension_is_read_once():
+    recorder = fusion._Recorder()
+    with torch.no_grad(), recorder:
+        x = torch.empty(4, 8, device="meta")
+        y = x.view(8, 4).t().unsqueeze(0)
+        y = y + torch.empty(1, 1, device="meta").expand(4, 8)
+    assert [step.name for step in recorder.steps] == ["empty", "empty", "add"]
+    assert recorder.steps[-1].moved == (32 + 1 + 32) * 4
+
+
+def test_fused_ops_move_fewer_bytes_than_the_chain_they_replace():
+    for op in registry().values():
+        made = fusion.fusion(op)
+        assert made.steps
+        assert made.moved <= made.eager_moved, op.name
+        assert (made.moved < made.eager_moved) == (len(made.steps) > 1), op.name
+
+
+def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
+    """Pages, links and anchors, as mkdocs sees them; nothing is fetched from elsewhere."""
+    pytest.importorskip("material")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    listed = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    assert {f"ops/{name}.html" for name in registry()} <= {doc["location"] for doc in listed}
+    page = (tmp_path / "ops" / "rmsnorm.html").read_text()
+    assert 'class="fusion"' in page
+    assert 'src="http' not in page
+    assert 'rel="stylesheet" href="http' not in page
