@@ -24,7 +24,7 @@ class Way:
 
     def __post_init__(self) -> None:
         if self.numerics not in (None, *NUMERICS):
-            expected = " or ".join(NUMERICS)
+            expected = f"{', '.join(NUMERICS[:-1])} or {NUMERICS[-1]}"
             raise BadSetting("--numerics", f"{self.numerics!r}, expected {expected}")
         if self.graphs and self.numerics is None:
             raise BadSetting("--graphs", "graphs come with the kernels: add exact or fused")
