@@ -1,0 +1,16 @@
+"""LTX-Video from prompt to frames: plain diffusers beside the kernels, bits compared, timed.
+
+    python benchmark_example.py --tiny                                   seconds, on a CPU too
+    python benchmark_example.py --num-frames 49 --steps 30               eager and exact+graphs
+    python benchmark_example.py --config compile,exact+graphs,fused+graphs --out video.json
+    python benchmark_example.py --use-optimized-kernels --model Lightricks/LTX-Video
+
+The options are those of `kernelwright bench video`, which this is.
+"""
+
+import typer
+
+from kernelwright.commands.video import bench_video
+
+if __name__ == "__main__":
+    typer.run(bench_video)
