@@ -100,6 +100,19 @@ def test_a_layer_norm_of_torch_with_and_without_its_parts(affine, bias, dtype):
     assert fused_sites(report) == {"norm": 1}
 
 
+@pytest.mark.parametrize("numerics", ["exact", "fused"])
+def test_rows_across_memory_stay_as_they_are(numerics):
+    """As a VAE normalises its channels: eager keeps the layout, which its convolutions want."""
+    norm = norm_of("llama", "LlamaRMSNorm", WIDTH)
+    x = rows().transpose(-1, -2).contiguous().transpose(-1, -2)
+    expected = norm(x)
+    with kw.injected(Around(norm), numerics=numerics) as report:
+        result = norm(x)
+    assert same(result, expected)
+    assert result.stride() == expected.stride()
+    assert list(report.sites["norm"]) == ["its rows do not lie side by side in memory"]
+
+
 def test_an_eps_that_pytorch_chooses_is_the_one_it_chooses():
     """Where activations are small, eps decides the result."""
     norm = nn.RMSNorm(WIDTH, eps=None).to(torch.bfloat16)

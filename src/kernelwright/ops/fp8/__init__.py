@@ -7,6 +7,7 @@ weight, `product` multiplies them. None has a gradient.
 from __future__ import annotations
 
 import functools
+
 import torch
 from torch import Tensor
 
