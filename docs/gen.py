@@ -29,7 +29,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
 
 def written() -> list[Path]:
     """The pages that are written by hand and may hold tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    skill = ROOT / "src" / "kernelwright" / "skill"
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted(skill.rglob("*.md")),
+    ]
 
 
 def fill(root: Path = ROOT) -> None:

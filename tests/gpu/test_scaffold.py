@@ -20,7 +20,7 @@ def test_a_new_kernel_is_good_on_a_gpu(language, kind, tmp_path):
     name = f"gpu_{language}_{kind.replace('-', '_')}"
     created = create(name, language, kind, tmp_path / "op")
     done = subprocess.run(
-        [sys.executable, "-m", "kernelwright", "check", name, "--json"],
+        [sys.executable, "-m", "kernelwright", "check", name, "--target", "sm_90", "--json"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCES), *paths(created)])},
         capture_output=True,
         text=True,
