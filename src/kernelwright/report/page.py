@@ -19,6 +19,7 @@ from .videos import videos_section
 COLOURS = (
     ("exact", "injected, exact"),
     ("fused", "injected, fused"),
+    ("fp8", "injected, fp8"),
     ("compile", "torch.compile alone"),
     ("eager", "eager"),
 )
@@ -106,7 +107,7 @@ def _model(model: Model) -> Html:
 
 
 def _colour(config: str) -> str:
-    return next((tier for tier in ("exact", "fused", "compile") if tier in config), "eager")
+    return next(colour for colour, _ in COLOURS if colour in config or colour == "eager")
 
 
 def _figures(model: Model) -> Html:
