@@ -16,8 +16,8 @@ FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
 LABEL, BAR, WIDTH, TOP, LINE = 236, 330, 760, 64, 42
 
 
-def _device(folder: Path) -> tuple[list[Results], Device]:
-    files = read([folder])
+def _device(*paths: Path) -> tuple[list[Results], Device]:
+    files = read(paths)
     (device,) = devices(files)
     return files, device
 
@@ -105,7 +105,7 @@ def _text(
 
 def op_times(results: Path) -> str:
     """A line for each op and shape: GPU microseconds beside PyTorch and torch.compile."""
-    files, device = _device(results / "ops.json")
+    files, device = _device(*sorted(results.glob("ops*.json")))
     return "\n".join([op_table(device.ops), "", _about(files)])
 
 

@@ -57,7 +57,8 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "index.md", _moved(readme)
     rules = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     yield "contributing.md", _moved(rules)
-    rows = [row for file in read([RESULTS / "h200" / "ops.json"]) for row in file.ops]
+    files = sorted((RESULTS / "h200").glob("ops*.json"))
+    rows = [row for file in read(files) for row in file.ops]
     for entry in catalog.entries():
         measured = [row for row in rows if row.op == entry.name]
         times = figures.op_table(measured, named=False) if measured else ""
