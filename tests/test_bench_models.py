@@ -15,7 +15,7 @@ from kernelwright.bench import configs, first
 from kernelwright.bench import models as bench
 from kernelwright.bench.models_table import table
 from kernelwright.cli import app
-from kernelwright.inject import fusions
+from kernelwright.inject.fusions import norms as fusions
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "0.01"]
 

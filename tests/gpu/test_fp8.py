@@ -3,6 +3,7 @@
 import pytest
 import torch
 from inject.harness import run, same
+from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
@@ -86,3 +87,26 @@ def test_a_weight_written_to_counts_in_a_graph_too(monkeypatch):
     with kw.injected(model, numerics="fp8"):
         expected = run(model, inputs)
     assert all(same(result, expected) for result in results)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x)) + self.blocks[1](x)
+
+
+@torch.no_grad()
+def test_a_graph_quantises_an_input_that_a_layer_is_given_directly():
+    model = Stack().eval().to("cuda", torch.bfloat16)
+    first, second = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16)
+    with kw.injected(model, numerics="fp8"):
+        model(first)
+        expected = model(second)
+    with kw.injected(model, numerics="fp8", graphs=True) as report:
+        for _ in range(3):
+            model(first)
+        assert report.graphs[0].captured == 1
+        assert torch.equal(model(second), expected)

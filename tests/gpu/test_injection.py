@@ -50,6 +50,20 @@ def test_graphs_follow_new_inputs():
     assert report.graphs[0].captured == 1
 
 
+@torch.no_grad()
+def test_a_graph_follows_a_mask_that_reaches_the_blocks_as_it_was_given():
+    model, inputs = built("ltx-video", torch.bfloat16)
+    mask = inputs["encoder_attention_mask"].to(torch.bfloat16)
+    inputs["encoder_attention_mask"] = ((1 - mask) * -10000.0)[:, None]
+    other = {**inputs, "encoder_attention_mask": torch.zeros_like(mask)[:, None]}
+    expected = run(model, other)
+    with kw.injected(model, graphs=True) as report:
+        for _ in range(3):
+            run(model, inputs)
+        assert report.graphs[0].captured == 1
+        assert same(run(model, other), expected)
+
+
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_a_pipeline_that_is_offloaded(first):
     pipe = models.ltx_pipeline(tiny=True, dtype=torch.bfloat16, device="cuda")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from as_the_skill_says import NAMES, make
 from plugged import paths
-from softcap import NAMES, make
 
 from kernelwright import skill
 

@@ -12,7 +12,7 @@ from torch import nn
 import kernelwright as kw
 from inject.harness import check_restored, left_behind, run, same
 from kernelwright import models
-from kernelwright.inject import fusions as fusions_module
+from kernelwright.inject.fusions import norms as norm_places
 
 
 @pytest.fixture
@@ -201,13 +201,13 @@ def test_two_threads(ltx):
 
 def test_a_kernel_that_differs_stays_eager(ltx, monkeypatch):
     model, inputs, expected = ltx
-    right = fusions_module.GATED_RESIDUAL_NORM
+    right = norm_places.GATED_RESIDUAL_NORM
 
     def wrong(*args, **kwargs):
         rows, total = right(*args, **kwargs)
         return rows.clone().index_fill_(0, torch.tensor(0), 0), total
 
-    monkeypatch.setattr(fusions_module, "GATED_RESIDUAL_NORM", wrong)
+    monkeypatch.setattr(norm_places, "GATED_RESIDUAL_NORM", wrong)
     with kw.injected(model) as report:
         with pytest.warns(UserWarning, match=r"transformer_blocks\.0.*residual \+ norm"):
             assert same(run(model, inputs), expected)
@@ -223,13 +223,13 @@ def test_a_kernel_that_differs_stays_eager(ltx, monkeypatch):
 def test_what_was_laid_ready_wrongly_is_found(ltx, monkeypatch):
     """Rows for the next block are not what a block returns: the next one finds them wrong."""
     model, inputs, expected = ltx
-    right = fusions_module.GATED_RESIDUAL_NORM
+    right = norm_places.GATED_RESIDUAL_NORM
 
     def wrong(residual, x, gate, *rest, **how):
         rows, total = right(residual, x, gate, *rest, **how)
         return rows if gate is None else rows * 2, total
 
-    monkeypatch.setattr(fusions_module, "GATED_RESIDUAL_NORM", wrong)
+    monkeypatch.setattr(norm_places, "GATED_RESIDUAL_NORM", wrong)
     with kw.injected(model) as report:
         with pytest.warns(UserWarning, match="laid ready differs"):
             assert same(run(model, inputs), expected)
@@ -246,7 +246,7 @@ def test_a_site_that_no_kernel_serves_is_said(ltx, monkeypatch):
     def refuse(*args, **how):
         raise ValueError("no order for this width")
 
-    monkeypatch.setattr(fusions_module, "GATED_RESIDUAL", refuse)
+    monkeypatch.setattr(norm_places, "GATED_RESIDUAL", refuse)
     with kw.injected(model) as report:
         for _ in range(2):
             assert same(run(model, inputs), expected)

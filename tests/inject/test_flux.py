@@ -116,7 +116,7 @@ def test_a_processor_of_ones_own_is_called():
 
 def test_query_and_key_that_differ_stay_eager(monkeypatch):
     """Both streams are written into one tensor; what takes the place of a wrong one must be too."""
-    from kernelwright.inject import fusions
+    from kernelwright.inject.fusions import attention as fusions
 
     op = fusions.QK_NORM_ROPE
 

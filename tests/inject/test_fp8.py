@@ -7,6 +7,7 @@ from torch import nn
 import kernelwright as kw
 from kernelwright import models
 from kernelwright.inject import contract, eight_bits
+from kernelwright.inject.graphs import capture
 
 from .harness import left_behind, run, same
 
@@ -116,6 +117,17 @@ def test_query_key_and_value_share_one_quantised_input(monkeypatch):
     # a block: for self-attention, its output, cross-attention's query, its output, both halves of
     # the feed-forward
     assert len(seen) == 6 * len(model.transformer_blocks)
+
+
+def test_rows_made_before_a_recording_are_no_part_of_it():
+    x = torch.randn(8, 64)
+    rows = eight_bits._rows(x)
+    assert eight_bits._rows(x) is rows
+    with capture.recording():
+        inside = eight_bits._rows(x)
+        assert inside is not rows
+        assert eight_bits._rows(x) is inside
+    assert eight_bits._rows(x) is not inside
 
 
 def test_gradients_are_those_of_eager():

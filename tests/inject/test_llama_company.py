@@ -10,7 +10,8 @@ from torch import nn
 import kernelwright as kw
 from inject.harness import check_exact, fused_sites, left_behind, run, same
 from inject.language import LAYERS, model_of, words
-from kernelwright.inject import contract, fusions
+from kernelwright.inject import contract
+from kernelwright.inject.fusions import feed_forward
 
 
 def generate(model, cache):
@@ -54,7 +55,7 @@ def test_a_cache_is_written_once_a_call():
 
 
 def test_a_place_that_differs_stays_eager_where_a_cache_is_written(monkeypatch):
-    monkeypatch.setattr(fusions, "SILU_MUL", lambda gate, up, **_: gate * up)
+    monkeypatch.setattr(feed_forward, "SILU_MUL", lambda gate, up, **_: gate * up)
     model = model_of("Llama")
     expected = generate(model, "dynamic")
     with kw.injected(model) as report, pytest.warns(UserWarning, match="SwiGLU differs"):

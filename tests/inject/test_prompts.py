@@ -7,7 +7,8 @@ from torch import nn
 import kernelwright as kw
 from kernelwright import models
 from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject.prompts import Prompts
+from kernelwright.inject.graphs import capture
+from kernelwright.inject.prompts import Prompts, Shared
 
 from .harness import run, same
 from .stand_in import CpuGraphs, alignment_of_new_memory  # noqa: F401
@@ -125,3 +126,15 @@ def test_inference_mode_keeps_nothing(made):
         result = model(**inputs)
         kw.restore(model)
         assert same(result, model(**inputs))
+
+
+def test_what_was_made_before_a_recording_is_no_part_of_it():
+    shared, made, text = Shared(), [], torch.ones(1)
+    for _ in range(2):
+        shared(text, None, lambda: made.append(1))
+    assert len(made) == 1
+    with capture.recording():
+        shared(text, None, lambda: made.append(1))
+    assert len(made) == 2
+    shared(text, None, lambda: made.append(1))
+    assert len(made) == 3

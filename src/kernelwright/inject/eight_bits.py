@@ -22,7 +22,7 @@ from ..ops import fp8
 from ..ops.fp8.reference import ACTIVATIONS
 from . import adapters, contract
 from .check import Checker, Finding, current
-from .graphs.capture import capturing, depend, keep
+from .graphs.capture import capturing, depend, keep, phase
 from .recipe import Forward
 from .signature import written
 from .slots import MARK, hooked
@@ -77,7 +77,7 @@ class _Last(threading.local):
     """The rows that this thread quantised last: query, key and value are made of the same."""
 
     source: ref[Tensor] | None = None
-    version: int = 0
+    facts: tuple[int, int] = (0, 0)
     rows: tuple[Tensor, Tensor] | None = None
 
 
@@ -198,9 +198,9 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x in eight bits, made once for all layers that are given it one after the other."""
     if x.is_inference():  # such tensors do not count who writes to them
         return fp8.quantize(x)
-    last = None if _last.source is None else _last.source()
-    if last is x and _last.version == x._version and _last.rows is not None:
+    last, facts = None if _last.source is None else _last.source(), (x._version, phase())
+    if last is x and _last.facts == facts and _last.rows is not None:
         return _last.rows
     rows = fp8.quantize(x)
-    _last.source, _last.version, _last.rows = ref(x), x._version, rows
+    _last.source, _last.facts, _last.rows = ref(x), facts, rows
     return rows

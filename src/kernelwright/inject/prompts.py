@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from . import adapters, check
 from .graphs import prelude
+from .graphs.capture import phase
 from .graphs.prelude import root
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Shared:
         """What `make` makes of `source` and `facts`, once as long as they stay the same."""
         if not _can_be_kept(source, []):
             return make()
-        known, last = (facts, source._version), self._last
+        known, last = (facts, source._version, phase()), self._last
         if last.source is None or last.source() is not source or last.facts != known:
             last.source, last.facts, last.value = ref(source), known, make()
         return last.value

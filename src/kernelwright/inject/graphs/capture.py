@@ -24,6 +24,7 @@ ERROR_MODE = "thread_local"
 class _Running(threading.local):
     kept: list[Any] | None = None
     given: list[Tensor] | None = None
+    phase: int = 0
 
 
 _running = _Running()
@@ -34,6 +35,12 @@ def keep(value: T) -> T:
     if _running.kept is not None:
         _running.kept.append(value)
     return value
+
+
+def phase() -> int:
+    """A number that changes whenever this thread begins or ends to record. What was made in one
+    phase is not part of what is recorded in another, even if it was made of the same tensor."""
+    return _running.phase
 
 
 def depend(tensor: Tensor) -> None:
@@ -96,8 +103,12 @@ class Captured:
             room.fill(given)
 
         def run() -> Any:
-            with prelude.running():
+            with prelude.running(), recording():
                 return forward(*args, **kwargs)
+
+        def make_again() -> None:
+            with recording():
+                prelude.make_again()
 
         before = _random_state(device)
         run()
@@ -109,7 +120,7 @@ class Captured:
         self._replay_prelude: Callable[[], None] | None = None
         with _keeping() as (self._kept, self._given), _autocast_without_cache():
             if prelude.sources:
-                self._replay_prelude, _ = recorder.record(prelude.make_again, device)
+                self._replay_prelude, _ = recorder.record(make_again, device)
             self._replay, result = recorder.record(run, device)
         self._given += prelude.weights
         if versions != [t._version for t in memory]:
@@ -145,6 +156,16 @@ class Captured:
 
 
 _version = attrgetter("_version")
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """While this lasts, and again after it, `phase` is another one."""
+    _running.phase += 1
+    try:
+        yield
+    finally:
+        _running.phase += 1
 
 
 def _random_state(device: torch.device) -> Tensor:

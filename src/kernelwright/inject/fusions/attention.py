@@ -1,0 +1,196 @@
+"""What stands around attention, the attention itself, and what it makes of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.attention import attention
+from ...ops.qk_norm_rope import QK_NORM_ROPE
+from ...ops.rmsnorm import RMSNORM
+from ...ops.rope.apply import APPLY_ROPE_QK
+from .. import norms
+from ..check import declined, site
+from ..slots import hooked
+from .places import CHANGES_DTYPE, Part, Places
+
+
+class AttentionPlaces(Places):
+    def qk_norm_rope(
+        self,
+        query: Tensor,
+        key: Tensor,
+        norm_q: Any,
+        norm_k: Any,
+        rotary: tuple[Tensor, Tensor] | None,
+        rotate: Callable[[Tensor], Tensor],
+        *,
+        across_heads: bool = False,
+        heads: int | None = None,
+        layout: str = "interleaved",
+        chain: str = "diffusers",
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """rotate(norm_q(query)), rotate(norm_k(key)). `rotate` is the model's own function, and
+        `rotary` its tables; `chain` the eager steps, as `qk_norm_rope` of the ops names them.
+        `heads`: `rotate` parts each token into so many, whose width the tables have (Wan).
+        `out` are tensors to write into."""
+
+        def eager() -> tuple[Tensor, Tensor]:
+            return rotate(norm_q(query)), rotate(norm_k(key))
+
+        name = "QK-norm + RoPE" if rotary is not None else "QK-norm"
+        q_read, k_read = self._read(name, norm_q, query), self._read(name, norm_k, key)
+        if q_read is None or k_read is None:
+            return _into(out, eager())
+        q, q_weight, q_bias, eps = q_read
+        k, k_weight, k_bias, k_eps = k_read
+        alike = q == k and eps == k_eps and (q_weight is None) == (k_weight is None)
+        if q.kind != "rms" or not alike or q_bias is not None or k_bias is not None:
+            declined(name, "not one RMSNorm for query and key")
+            return _into(out, eager())
+        expected = "transformers" if chain == "transformers" else "torch"
+        # the RMSNorm of diffusers has no exact kernel for both, only one for each
+        each = self.exact and q.chain == "diffusers" and rotary is None and not across_heads
+        if self.exact and q.chain != expected and not each:
+            declined(name, f"no kernel has the steps of the RMSNorm of {q.chain} before RoPE")
+            return _into(out, eager())
+        cos, sin = (None, None) if rotary is None else rotary
+        if _widens(chain, query, cos):
+            declined(name, CHANGES_DTYPE)
+            return _into(out, eager())
+        exact, backend = self._how(query, q.chain if each else chain)
+
+        def kernel() -> tuple[Tensor, Tensor]:
+            if each:
+                q_out, k_out = out or (None, None)
+                return (
+                    RMSNORM(query, q_weight, eps, out=q_out, exact=exact, backend=backend),
+                    RMSNORM(key, k_weight, eps, out=k_out, exact=exact, backend=backend),
+                )
+            return QK_NORM_ROPE(
+                query if heads is None else query.unflatten(-1, (heads, -1)),
+                key if heads is None else key.unflatten(-1, (heads, -1)),
+                q_weight,
+                k_weight,
+                cos,
+                sin,
+                eps,
+                across_heads,
+                layout,
+                out=out,
+                exact=exact,
+                backend=backend,
+            )
+
+        return _into(out, site(name, eager, kernel))
+
+    def rope(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        rotate: Callable[[Tensor], Tensor],
+        *,
+        layout: str,
+        chain: str,
+    ) -> tuple[Tensor, Tensor]:
+        """rotate(query), rotate(key)"""
+
+        def eager() -> tuple[Tensor, Tensor]:
+            return rotate(query), rotate(key)
+
+        cos, sin = rotary
+        if _widens(chain, query, cos):
+            declined("RoPE", CHANGES_DTYPE)
+            return eager()
+        exact, backend = self._how(query, chain)
+        return site(
+            "RoPE",
+            eager,
+            lambda: APPLY_ROPE_QK(query, key, cos, sin, layout, exact=exact, backend=backend),
+        )
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Part, processor: Any
+    ) -> Tensor:
+        """Attention over [batch, tokens, heads, dim], as diffusers' processors call it. A backend
+        that the person set, and context parallelism, are theirs to decide."""
+        # names, not the module: Dynamo of torch 2.11 cannot import from a package that is lazy
+        from diffusers.models.attention_dispatch import (
+            AttentionBackendName,
+            _AttentionBackendRegistry,
+            dispatch_attention_fn,
+        )
+
+        chosen = processor._attention_backend, processor._parallel_config
+
+        def eager() -> Tensor:
+            return dispatch_attention_fn(
+                query, key, value, attn_mask=mask, backend=chosen[0], parallel_config=chosen[1]
+            )
+
+        if self.exact or chosen != (None, None) or torch.compiler.is_compiling():
+            return eager()
+        active = _AttentionBackendRegistry._active_backend
+        if active != AttentionBackendName.NATIVE:
+            return eager()  # chosen for all models
+        if mask is not None and mask.ndim != 4:
+            return eager()  # diffusers gives fewer dimensions a meaning of its own
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        return site("attention", eager, lambda: attention(q, k, v, mask).transpose(1, 2))
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Part = None,
+        gathered: bool = False,
+    ) -> Tensor:
+        """F.scaled_dot_product_attention over [batch, tokens, heads, dim], read where they lie.
+        `gathered`: the model joins streams of tokens for it, and so copies the heads apart."""
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+
+        def eager() -> Tensor:
+            a, b, c = (t.contiguous() if gathered else t for t in (q, k, v))
+            return F.scaled_dot_product_attention(a, b, c, attn_mask=mask).transpose(1, 2)
+
+        def kernel() -> Tensor:
+            if self.exact or torch.compiler.is_compiling():
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+            return attention(q, k, v, mask).transpose(1, 2)
+
+        if self.exact and not gathered:
+            return eager()
+        return site("attention", eager, kernel)
+
+    def of_prompt(
+        self, owner: Any, text: Tensor, layers: Sequence[Any], make: Callable[[], Any]
+    ) -> Any:
+        """`make()`, which depends on the text and the weights of these layers alone: once a prompt,
+        as long as nothing wants to see the layers being called."""
+        if torch.compiler.is_compiling() or any(map(hooked, layers)):
+            return make()
+        if not all(type(m) is nn.Linear or norms.key(m) in self.norms for m in layers):
+            return make()
+        if self.eight_bits is not None:
+            for layer in layers:
+                self.eight_bits.leave(layer, "made once a prompt")
+        return self.prompts.once(owner, text, layers, make)
+
+
+def _into(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> Any:
+    """`made`, in the memory of `out` if there is one."""
+    if out is None:
+        return made
+    return tuple(m if m is o else o.copy_(m) for m, o in zip(made, out, strict=True))
+
+
+def _widens(chain: str, x: Tensor, table: Part) -> bool:
+    """Whether RoPE in the dtypes of its operands, as transformers has it, ends in a wider one."""
+    return chain == "transformers" and table is not None and table.dtype != x.dtype

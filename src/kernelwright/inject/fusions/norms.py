@@ -1,0 +1,160 @@
+"""Norms, alone and together with the additions and the modulation around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...ops.adaln import ADALN_LAYERNORM, ADALN_RMSNORM
+from ...ops.layernorm import LAYERNORM
+from ...ops.residual import GATED_RESIDUAL, GATED_RESIDUAL_NORM
+from ...ops.rmsnorm import RMSNORM
+from ..check import declined, site
+from .places import CHANGES_DTYPE, Part, Places
+
+# such rows at::mean sums in another order; and eager keeps their layout, which the convolutions of
+# a VAE want: LTX-Video's decoded 49 frames in 69 ms so, and in 98 with rows made contiguous (H200)
+STRIDED = "its rows do not lie side by side in memory"
+AT_MEAN = ("diffusers", "transformers")
+ROUNDS_BETWEEN = "no kernel rounds between a norm in float32 and what stands beside it"
+
+
+class NormPlaces(Places):
+    def norm(self, module: Any, x: Tensor) -> Tensor:
+        """A norm by itself: what its module's forward does."""
+
+        def eager() -> Tensor:
+            return type(module).forward(module, x)
+
+        read = self._read("norm", module, x, bare=False)
+        if read is None:
+            return eager()
+        norm, weight, bias, eps = read
+        if norm.chain in AT_MEAN and x.shape[-1] > 1 and x.stride(-1) != 1:
+            declined("norm", STRIDED)
+            return eager()
+        exact, backend = self._how(x, norm.chain)
+
+        def kernel() -> Tensor:
+            if norm.kind == "rms":
+                return RMSNORM(x, weight, eps, exact=exact, backend=backend)
+            return LAYERNORM(x, weight, bias, eps, exact=exact, backend=backend)
+
+        return site("norm", eager, kernel)
+
+    def norm_modulate(
+        self, module: Any, x: Tensor, scale: Part, shift: Part, wide: bool = False
+    ) -> Tensor:
+        """norm(x) * (1 + scale) + shift; `wide` has all of it in float32, rounded once (Wan)."""
+
+        def eager() -> Tensor:
+            y = modulated(module(x.float() if wide else x), scale, shift)
+            return y.type_as(x) if wide else y
+
+        name = "norm + modulate"
+        read = self._read(name, module, x, scale, shift, wide=wide)
+        if read is None:
+            return eager()
+        norm, weight, bias, eps = read
+        rms = norm.kind == "rms"
+        if rms and (norm.chain not in ("torch", "diffusers") or wide):
+            declined(name, f"no kernel modulates the RMSNorm of {norm.chain}")
+            return eager()
+        if self.exact and norm.chain == "wan" and not wide:
+            declined(name, ROUNDS_BETWEEN)
+            return eager()
+        exact, backend = self._how(x, norm.chain if rms else "wan" if wide else "diffusers")
+
+        def kernel() -> Tensor:
+            if rms:
+                return ADALN_RMSNORM(x, weight, scale, shift, eps, exact=exact, backend=backend)
+            return ADALN_LAYERNORM(x, weight, scale, shift, bias, eps, exact=exact, backend=backend)
+
+        return site(name, eager, kernel)
+
+    def residual_norm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        module: Any,
+        gate: Part = None,
+        scale: Part = None,
+        shift: Part = None,
+        wide: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """total = residual + x * gate; returns norm(total) * (1 + scale) + shift, and total.
+        `wide` has the steps in float32, and rounds the total and the result (Wan); a sum without
+        a gate is then rounded once either way."""
+
+        def eager() -> tuple[Tensor, Tensor]:
+            total = added(residual, x, gate, wide)
+            y = modulated(module(total.float() if wide else total), scale, shift)
+            return (y.type_as(total) if wide else y), total
+
+        name = "residual + norm" if gate is None else "gate + residual + norm"
+        if scale is not None:
+            name += " + modulate"
+        read = self._read(name, module, residual, gate, scale, shift, x, wide=wide)
+        if read is None:
+            return eager()
+        norm, weight, bias, eps = read
+        if x.dtype != residual.dtype:
+            declined(name, CHANGES_DTYPE)
+            return eager()
+        if self.exact and norm.chain == "wan" and not (wide or gate is scale is None):
+            declined(name, ROUNDS_BETWEEN)
+            return eager()
+        exact, backend = self._how(x, "wan" if wide else norm.chain)
+        kind = norm.kind
+
+        def kernel() -> tuple[Tensor, Tensor]:
+            return GATED_RESIDUAL_NORM(
+                residual,
+                x,
+                gate,
+                weight,
+                bias,
+                scale,
+                shift,
+                kind,
+                eps,
+                exact=exact,
+                backend=backend,
+            )
+
+        return site(name, eager, kernel)
+
+    def residual(
+        self, residual: Tensor, x: Tensor, gate: Part = None, wide: bool = False
+    ) -> Tensor:
+        """residual + x * gate"""
+
+        def eager() -> Tensor:
+            return added(residual, x, gate, wide)
+
+        name = "gate + residual"
+        if gate is None:
+            return eager()  # one addition: nothing to fuse
+        if not (wide or gate.dtype == x.dtype) or x.dtype != residual.dtype:
+            declined(name, CHANGES_DTYPE)
+            return eager()
+        exact, backend = self._how(x, "wan" if wide else "diffusers")
+        return site(
+            name, eager, lambda: GATED_RESIDUAL(residual, x, gate, exact=exact, backend=backend)
+        )
+
+
+def modulated(x: Tensor, scale: Part, shift: Part) -> Tensor:
+    """x * (1 + scale) + shift"""
+    if scale is not None:
+        x = x * (1 + scale)
+    return x if shift is None else x + shift
+
+
+def added(residual: Tensor, x: Tensor, gate: Part, wide: bool) -> Tensor:
+    """residual + x * gate"""
+    if gate is None:
+        return residual + x
+    branch = x * gate
+    return (residual.float() + branch).type_as(residual) if wide else residual + branch

@@ -1,0 +1,101 @@
+"""What all places share: how an injection is to be fused, and what a norm of the model is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import norms
+from ..check import declined
+from ..eight_bits import EightBits
+from ..norms import Norm
+from ..prompts import Prompts, Shared
+from ..slots import hooked
+from ..tables import Tables
+
+Part = Tensor | None
+CHANGES_DTYPE = "eager changes the dtype here"
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """How the places of one injection are fused: `numerics` and `backend` as `inject` was given
+    them, `norms` the kinds of norm found in the model."""
+
+    numerics: str
+    backend: str | None
+    norms: dict[norms.Key, Norm | str]
+    tables: Tables = field(default_factory=Tables)
+    eight_bits: EightBits | None = None
+    prompts: Prompts = field(default_factory=Prompts)
+    masks: Shared = field(default_factory=Shared)
+    modulations: Shared = field(default_factory=Shared)
+    _seen: dict[nn.Module, Norm | str | None] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> Places:
+        return self
+
+    @property
+    def exact(self) -> bool:
+        return self.numerics == "exact"
+
+    def _how(self, x: Tensor, chain: str | None) -> tuple[str | None, str | None]:
+        """The exact mode and the backend of an op. On a GPU an exact mode asks for its kernel by
+        name, so that an order it does not have is said and not passed over."""
+        if self.numerics != "exact":
+            return None, self.backend
+        if torch.compiler.is_compiling():  # nobody could hear it
+            return chain, self.backend
+        return chain, self.backend or ("cuda" if x.is_cuda else None)
+
+    def _read(
+        self,
+        name: str,
+        module: Any,
+        x: Tensor,
+        *parts: Part,
+        wide: bool = False,
+        bare: bool = True,
+    ) -> tuple[Norm, Part, Part, float] | None:
+        """The norm that `module` is, its weight, bias and eps, if a kernel may stand for it."""
+        if torch.compiler.is_compiling():
+            norm = self.norms.get(norms.key(module))
+            weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        else:
+            norm = self._seen.get(module)
+            if norm is None:
+                norm = self._seen[module] = self.norms.get(norms.key(module))
+            own = module._parameters
+            weight, bias = own.get("weight"), own.get("bias")
+            if bare and hooked(module):
+                declined(name, "a hook wants to see the norm being called")
+                return None
+        if not isinstance(norm, Norm):
+            declined(name, norm or f"{type(module).__name__} is no norm the kernels know")
+            return None
+        if not wide:
+            dtype = x.dtype
+            # a norm that computes in float32 takes weights of any dtype
+            if weight is not None and weight.dtype != dtype and norm.chain != "wan":
+                declined(name, CHANGES_DTYPE)
+                return None
+            for part in parts:
+                if part is not None and part.dtype != dtype:
+                    declined(name, CHANGES_DTYPE)
+                    return None
+        eps = getattr(module, norm.eps)
+        return norm, weight, bias, norms.default_eps(x.dtype, x.device) if eps is None else eps
+
+
+def is_linear(module: Any) -> bool:
+    """A plain Linear that may be read around: no adapter, no hook, no quantised weight."""
+    return (
+        type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked_now(module)
+    )
+
+
+def hooked_now(module: nn.Module) -> bool:
+    return not torch.compiler.is_compiling() and hooked(module)
