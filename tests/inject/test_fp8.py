@@ -1,5 +1,7 @@
 """The tier "fp8": layers in eight bits, each held against its own forward."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -117,6 +119,23 @@ def test_query_key_and_value_share_one_quantised_input(monkeypatch):
     # a block: for self-attention, its output, cross-attention's query, its output, both halves of
     # the feed-forward
     assert len(seen) == 6 * len(model.transformer_blocks)
+
+
+def test_a_copy_of_the_model_runs_in_eight_bits_too():
+    model, x = stack(), torch.randn(8, 64)
+    kw.inject(model, numerics="fp8")
+    model(x)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), model(x))
+    twin.blocks[0].weight.mul_(2)
+    assert not torch.equal(twin(x), model(x))
+
+
+def test_a_layer_that_was_left_out_by_name_stays_as_it_is():
+    model, x = stack(), torch.randn(8, 64)
+    report = kw.inject(model, numerics="fp8", skip=["blocks.1"])
+    model(x)
+    assert [f.module for f in report.findings] == ["blocks.0"]
 
 
 def test_rows_made_before_a_recording_are_no_part_of_it():

@@ -90,7 +90,7 @@ class EightBits:
 
     checker: Checker
     _layers: WeakKeyDictionary[nn.Module, _Layer] = field(default_factory=WeakKeyDictionary)
-    _meant: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
     def forward(self) -> Forward:
         """The forward that all layers share."""
@@ -103,14 +103,12 @@ class EightBits:
         return forward
 
     def add(self, layer: nn.Module, name: str) -> None:
-        self._meant.add(layer)
-        adapters.watch(layer)
         self.checker.names[layer] = name
 
     def leave(self, layer: nn.Module, why: str) -> None:
         """Let a layer run as it is."""
-        if layer in self._meant:
-            self._meant.discard(layer)
+        if self._has(layer) and layer not in self._left:
+            self._left.add(layer)
             self.checker.misfits[layer] = why
 
     def wanted(self, layer: nn.Module) -> bool:
@@ -118,7 +116,12 @@ class EightBits:
         if torch.compiler.is_compiling() or current.eager or not current.eight_bits:
             return False
         kept = self._layers.get(layer)
-        return layer in self._meant and (kept is None or kept.good is not False)
+        usable = kept is None or kept.good is not False
+        return usable and self._has(layer) and layer not in self._left
+
+    def _has(self, layer: nn.Module) -> bool:
+        """Whether a layer was given to this injection, or is a copy of one that was."""
+        return getattr(layer.__dict__.get("forward"), MARK, None) is self
 
     def __call__(
         self, layer: Any, x: Tensor, activation: str = "none", up: Tensor | None = None
@@ -133,6 +136,7 @@ class EightBits:
         if kept is None or not kept.is_of(layer):
             if capturing():
                 return None
+            adapters.watch(layer)
             weight = layer.weight
             facts = weight.data_ptr(), weight._version, adapters.moves(layer)
             kept = self._layers[layer] = _Layer(*facts, *fp8.quantize_weight(weight))
