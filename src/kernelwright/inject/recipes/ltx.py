@@ -203,7 +203,8 @@ def rope(fuse: Fusions) -> Forward:
                 self, hidden_states, num_frames, height, width, scale, video_coords
             )
 
-        if video_coords is not None or not is_numbers(scale):
+        # Dynamo of torch 2.11 cannot look through the attributes of a module
+        if torch.compiler.is_compiling() or video_coords is not None or not is_numbers(scale):
             return make()
         place = (hidden_states.shape[0], hidden_states.device, num_frames, height, width)
         # every number of the module counts, whatever it is called
