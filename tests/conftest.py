@@ -4,6 +4,7 @@ caches that live as long as the run."""
 import os
 import tempfile
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -101,3 +102,11 @@ def _product_in_float32(usual):
 def rounding_interpreter():
     with conditions.rounding_interpreter():
         yield
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes result files into a folder of the test."""
+    from result_files import write_results
+
+    return partial(write_results, tmp_path)

@@ -1,6 +1,10 @@
 """Rows of result files as the commands write them, and files of such rows."""
 
 import json
+from pathlib import Path
+
+import typer
+from typer.testing import CliRunner
 
 from kernelwright.bench.results import SCHEMA
 
@@ -96,3 +100,17 @@ def write_results(folder, kind, *rows, name=None, head=None, **environment):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content | (head or {}) | {"rows": list(rows)}))
     return path
+
+
+MEASURED = Path(__file__).parents[1] / "results"
+
+
+def invoked(command):
+    """Calls a command with these arguments, as from a shell."""
+    app = typer.Typer()
+    app.command()(command)
+
+    def invoke(*args):
+        return CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "200"})
+
+    return invoke

@@ -3,27 +3,24 @@
 import html
 import re
 import sys
-from functools import partial
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
-import typer
 from result_files import (
     AFTER,
     BEFORE,
+    MEASURED,
     MODELS,
     PROFILES,
     VIDEOS,
     counted_row,
     exact_row,
+    invoked,
     model_row,
     op_row,
     profile_row,
     video_row,
-    write_results,
 )
-from typer.testing import CliRunner
 
 from kernelwright.commands.report import report
 from kernelwright.report import page, read
@@ -31,19 +28,7 @@ from kernelwright.report.charts import nice_step
 from kernelwright.report.figures import devices
 from kernelwright.report.lead import exact_sentence, lead
 
-MEASURED = Path(__file__).parents[1] / "results"
-
-app = typer.Typer()
-app.command()(report)
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "200"})
-
-
-@pytest.fixture
-def written(tmp_path):
-    return partial(write_results, tmp_path)
+invoke = invoked(report)
 
 
 class Outline(HTMLParser):

@@ -9,11 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from result_files import AFTER, BEFORE, PROFILES, VIDEOS, counted_row, model_row, write_results
+from result_files import (
+    AFTER,
+    BEFORE,
+    MEASURED,
+    PROFILES,
+    VIDEOS,
+    counted_row,
+    model_row,
+    write_results,
+)
 
 from kernelwright.report import page, read
 
-MEASURED = Path(__file__).parents[1] / "results"
 PLACES = os.pathsep.join([f"{sys.prefix}/bin", os.environ.get("PATH", "")])
 CHROMIUM = shutil.which("chromium", path=PLACES) or shutil.which("chromium-browser", path=PLACES)
 PAPER = {"dark": "rgb(22, 22, 20)", "light": "rgb(251, 250, 248)"}

@@ -1,39 +1,24 @@
 """`kernelwright compare`: what became worse or better between two runs, and its exit code."""
 
 import json
-from functools import partial
-from pathlib import Path
 
 import pytest
-import typer
 from result_files import (
+    MEASURED,
     MODELS,
     PROFILES,
     VIDEOS,
     counted_row,
     exact_row,
+    invoked,
     model_row,
     op_row,
     video_row,
-    write_results,
 )
-from typer.testing import CliRunner
 
 from kernelwright.commands.report import compare
 
-MEASURED = Path(__file__).parents[1] / "results"
-
-app = typer.Typer()
-app.command()(compare)
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "200"})
-
-
-@pytest.fixture
-def written(tmp_path):
-    return partial(write_results, tmp_path)
+invoke = invoked(compare)
 
 
 def test_a_run_compared_with_itself_has_no_change():

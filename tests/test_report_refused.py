@@ -1,27 +1,22 @@
 """What `kernelwright report` refuses, each in one line: files that are no results, bad paths."""
 
 import json
-from functools import partial
 
 import pytest
-import typer
-from result_files import MODELS, PROFILES, counted_row, model_row, op_row, video_row, write_results
-from typer.testing import CliRunner
+from result_files import (
+    MODELS,
+    PROFILES,
+    counted_row,
+    invoked,
+    model_row,
+    op_row,
+    video_row,
+)
 
 from kernelwright.commands.report import report
 from kernelwright.report import Unreadable, read
 
-app = typer.Typer()
-app.command()(report)
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": "200"})
-
-
-@pytest.fixture
-def written(tmp_path):
-    return partial(write_results, tmp_path)
+invoke = invoked(report)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,7 @@
 
 import json
 
-import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA GPU here: tests/gpu", allow_module_level=True)
-
 from typer.testing import CliRunner
 
 from kernelwright.bench.timing import Replay, copying

@@ -34,6 +34,7 @@ LIMIT = 0.074
 # below so many rows a layer makes a modulation or an embedding, which are sensitive and cheap
 ROWS = 64
 NARROWEST = 64
+FIRST_IN_A_GRAPH = "a graph was recorded before it had run once"
 
 
 def unfit(name: str, layer: nn.Linear) -> str | None:
@@ -135,13 +136,17 @@ class EightBits:
         kept = self._layers.get(layer)
         if kept is None or not kept.is_of(layer):
             if capturing():
+                self.checker.misfits[layer] = FIRST_IN_A_GRAPH
                 return None
             adapters.watch(layer)
             weight = layer.weight
             facts = weight.data_ptr(), weight._version, adapters.moves(layer)
             kept = self._layers[layer] = _Layer(*facts, *fp8.quantize_weight(weight))
         if kept.good is None:
-            return None if capturing() else self._first_sight(layer, kept, x, activation, up)
+            if not capturing():
+                return self._first_sight(layer, kept, x, activation, up)
+            self.checker.misfits[layer] = FIRST_IN_A_GRAPH
+            return None
         depend(layer.weight)
         keep(kept)
         return _product(layer, kept, x, activation, up)
