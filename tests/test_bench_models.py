@@ -16,6 +16,7 @@ from kernelwright.bench import models as bench
 from kernelwright.bench.models_table import table
 from kernelwright.cli import app
 from kernelwright.inject.fusions import norms as fusions
+from kernelwright.ops.attention import limits
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "0.01"]
 
@@ -95,6 +96,27 @@ def test_a_configuration_that_cannot_be_had_says_why_and_is_no_failure(monkeypat
     alone = invoke("ltx-video", *TINY, "--config", "fp8")
     assert alone.exit_code == 1
     assert "ltx-video fp8: inject: no fp8 on this GPU" in alone.output
+
+
+def test_flash_attn_4_is_used_only_where_a_configuration_names_it(monkeypatch):
+    monkeypatch.setattr(limits, "_fa4_installed", lambda: True)
+    seen = {}
+    kept = configs.injected
+
+    def looked_at(model, **how):
+        seen[how["numerics"], how["graphs"]] = limits.fa4_installed()
+        return kept(model, **how)
+
+    monkeypatch.setattr(configs, "injected", looked_at)
+    done = invoke("wan-1.3b", *TINY, "--config", "fused,fused+fa4+graphs", "--json")
+    assert done.exit_code == 0, done.output
+    assert seen == {("fused", False): False, ("fused", True): True}
+    assert limits.fa4_installed()
+
+    monkeypatch.setattr(limits, "_fa4_installed", lambda: False)
+    row = json.loads(invoke("wan-1.3b", *TINY, "--config", "eager,fp8+fa4+graphs", "--json").stdout)
+    assert "kernelwright[attention]" in row[1]["failed"]
+    assert row[1]["unavailable"]
 
 
 class Ran:

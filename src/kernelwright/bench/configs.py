@@ -1,4 +1,8 @@
-"""The ways to run a model: eager, injected, compiled, replayed as a graph, and what combines."""
+"""The ways to run a model: eager, injected, compiled, replayed as a graph, and what combines.
+
+"fa4" is the extra `attention`; without it in its name, a configuration runs as if the extra were
+not installed, so that a name means the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import CannotRun
 from ..inject import injected
 from ..inject.report import Report
+from ..ops.attention import without_fa4
+from ..ops.attention.limits import fa4_installed
 
 CONFIGS = (
     "eager",
@@ -23,6 +30,8 @@ CONFIGS = (
     "fused+compile",
     "fp8",
     "fp8+graphs",
+    "fused+fa4+graphs",
+    "fp8+fa4+graphs",
 )
 
 
@@ -32,6 +41,10 @@ def configured(
     """What to call for `model` in this configuration until `stack` closes, and inject's report."""
     parts = config.split("+")
     report = None
+    if "fa4" not in parts:
+        stack.enter_context(without_fa4())
+    elif not fa4_installed():
+        raise CannotRun("flash-attn-4 is not installed: pip install 'kernelwright[attention]'")
     if tier := tier_of(config):
         how = {"numerics": tier, "graphs": "graphs" in parts}
         report = stack.enter_context(injected(model, **how))
@@ -40,7 +53,7 @@ def configured(
 
 def tier_of(config: str) -> str | None:
     """What `inject` takes as numerics, or None where nothing is injected."""
-    plain = ("eager", "compile", "graphs")
+    plain = ("eager", "compile", "graphs", "fa4")
     return next((p for p in config.split("+") if p not in plain), None)
 
 

@@ -16,6 +16,7 @@ SHOWN = {
     "exact": "exact",
     "exact+graphs": "exact, graphs",
     "fused+graphs": "fused, graphs",
+    "fused+fa4+graphs": "fused, fa4, graphs",
     "fp8+graphs": "fp8, graphs",
     "exact+compile": "exact, compile",
 }

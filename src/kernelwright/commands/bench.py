@@ -28,7 +28,8 @@ def model(
         str,
         typer.Option(
             help="What to compare, with commas: eager, compile, exact, exact+graphs, fused, "
-            "fused+graphs, exact+compile, fused+compile, fp8, fp8+graphs."
+            "fused+graphs, exact+compile, fused+compile, fp8, fp8+graphs; with flash-attn-4 "
+            "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs."
         ),
     ] = "eager,exact,exact+graphs,fused,fused+graphs,compile,exact+compile",
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from .. import checks, selection
 from ..op import MAX_PLANS, Composite
 from . import cases, foreign, reference, sdpa
 from .choice import BACKENDS, choose, choose_for, request_of
-from .limits import deterministic, switches
+from .limits import deterministic, left_out, switches
 
 __all__ = ["attention"]
 
@@ -117,6 +119,18 @@ _choices: dict[Any, str] = {}
 def forget() -> None:
     """Drop every choice, after what they were made from has changed."""
     _choices.clear()
+
+
+@contextmanager
+def without_fa4() -> Iterator[None]:
+    """While this lasts flash-attn-4 counts as not installed: what benchmarks hold it against."""
+    left_out.append("fa4")
+    forget()
+    try:
+        yield
+    finally:
+        left_out.pop()
+        forget()
 
 
 def _checked(
