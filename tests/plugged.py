@@ -1,5 +1,6 @@
 """Packages that `kernelwright new` made, as pip leaves them: on the path, with an entry point."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,12 @@ def paths(created: Created) -> list[str]:
     (info / "METADATA").write_text(f"Name: {created.name}\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\n{entries.replace(chr(34), '')}\n")
     return [str(created.root / "src"), str(site)]
+
+
+def environment(*folders: str | Path) -> dict[str, str]:
+    """That of this process, with these folders in front of those that Python looks in."""
+    known = os.environ.get("PYTHONPATH", "")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, folders), known]).rstrip(":")}
 
 
 @contextmanager

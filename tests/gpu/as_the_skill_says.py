@@ -14,7 +14,10 @@ def tanh(b_u):
     b_p = -0.00840731623 + b_z * 0.00237205864
     b_p = -0.0539609327 + b_z * (0.0217858579 + b_z * b_p)
     b_p = -0.333333331 + b_z * (0.133333075 + b_z * b_p)
-    return tl.where(b_z < 0.36, b_u + b_u * b_z * b_p, 2.0 * tl.sigmoid(2.0 * b_u) - 1.0)
+    b_t = tl.exp(-2.0 * tl.abs(b_u))
+    b_far = 1.0 - tl.div_rn(2.0 * b_t, 1.0 + b_t)
+    b_far = tl.where(b_u < 0.0, -b_far, b_far)
+    return tl.where(b_z < 0.36, b_u + b_u * b_z * b_p, b_far)
 
 
 @triton.jit(do_not"""

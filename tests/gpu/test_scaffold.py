@@ -1,13 +1,12 @@
 """A kernel that `kernelwright new` makes passes `kernelwright check` on a GPU as it is."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from plugged import paths
+from plugged import environment, paths
 
 from kernelwright.scaffold import KINDS, LANGUAGES, create
 
@@ -21,7 +20,7 @@ def test_a_new_kernel_is_good_on_a_gpu(language, kind, tmp_path):
     created = create(name, language, kind, tmp_path / "op")
     done = subprocess.run(
         [sys.executable, "-m", "kernelwright", "check", name, "--target", "sm_90", "--json"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCES), *paths(created)])},
+        env=environment(SOURCES, *paths(created)),
         capture_output=True,
         text=True,
         check=False,

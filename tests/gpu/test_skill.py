@@ -1,7 +1,6 @@
 """The scripts of the skill on a GPU, as an agent runs them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from as_the_skill_says import NAMES, make
-from plugged import paths
+from plugged import environment, paths
 
 from kernelwright import skill
 
@@ -19,7 +18,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 def run(folder, name, *options):
     done = subprocess.run(
         [sys.executable, str(skill.FOLDER / "scripts" / name), *options],
-        env=os.environ | {"PYTHONPATH": str(SOURCES)},
+        env=environment(SOURCES),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -34,7 +33,7 @@ def test_an_op_made_as_the_pages_tell_is_good(language, tmp_path):
     created = make(language, tmp_path / "op")
     done = subprocess.run(
         [sys.executable, "-m", "kernelwright", "check", created.name, "--json"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCES), *paths(created)])},
+        env=environment(SOURCES, *paths(created)),
         capture_output=True,
         text=True,
         check=False,

@@ -3,14 +3,13 @@
 import importlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from plugged import plugged
+from plugged import environment, plugged
 from typer.testing import CliRunner
 
 import kernelwright.ops
@@ -51,7 +50,7 @@ def test_the_tests_of_every_kind_in_every_language_are_green(made):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-rA"]
         + [str(c.root / "tests") for c in made.values()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sources])},
+        env=environment(ROOT / "src", *sources),
         capture_output=True,
         text=True,
         check=False,
