@@ -10,7 +10,7 @@ from kernelwright.report.figures import Device, Model, devices
 from kernelwright.report.markup import Html, joined, tag
 from kernelwright.report.png import COLOURS
 from kernelwright.report.reading import Results, read
-from kernelwright.report.rows import OpRow
+from kernelwright.report.rows import ModelRow, OpRow
 
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
 LABEL, BAR, WIDTH, TOP, LINE = 236, 330, 760, 64, 42
@@ -148,15 +148,33 @@ def exactness(results: Path) -> str:
 
 
 def first_results(results: Path) -> str:
-    """Seconds to the first result of each model: eager, torch.compile, exact."""
+    """Seconds to the first result of each model: eager, torch.compile, exact. Where new processes
+    were timed, with empty caches and then with warm ones."""
     files, device = _device(results / "models")
     shown = ("eager", "compile", "exact", "exact+graphs")
     lines = [f"| first forward, s | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
     for model in device.models:
         found = [model.row(config) for config in shown]
-        cells = [f"{r.first_s:.1f}" if r and r.first_s is not None else "–" for r in found]
+        cells = [_first(r) if r else "–" for r in found]
         lines.append(f"| `{model.title}` | {' | '.join(cells)} |")
     return "\n".join([*lines, "", _about(files)])
+
+
+def _first(row: ModelRow) -> str:
+    if row.cold_s is not None and row.warm_s is not None:
+        return f"{row.cold_s:.1f} cold, {row.warm_s:.1f} warm"
+    return f"{row.first_s:.1f}" if row.first_s is not None else "–"
+
+
+def hub_calls(results: Path) -> str:
+    """Time on the host of a call of rmsnorm, on each backend and in PyTorch."""
+    (file,) = read([results / "hub.json"])
+    ways = list(file.others[0]["host_us"])
+    lines = [f"| host µs of a call | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
+    for row in file.others:
+        cells = [f"{row['host_us'][way]:.1f}" for way in ways]
+        lines.append(f"| `{row['op']}` {row['case']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _about([file])])
 
 
 def generations(results: Path) -> str:

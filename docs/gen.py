@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import goals
 from fusion import picture
 
 from kernelwright import catalog
@@ -24,6 +25,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "exactness": figures.exactness,
     "first-results": figures.first_results,
     "generations": figures.generations,
+    "goals": goals.goals,
+    "numerics": goals.numerics,
+    "hub-calls": figures.hub_calls,
 }
 
 

@@ -16,7 +16,7 @@ from ...ops.rope.apply import APPLY_ROPE_QK
 from .. import norms
 from ..check import declined, site
 from ..slots import hooked
-from .places import CHANGES_DTYPE, Part, Places
+from .places import CHANGES_DTYPE, Part, Places, is_linear
 
 
 class AttentionPlaces(Places):
@@ -168,6 +168,29 @@ class AttentionPlaces(Places):
         if self.exact and not gathered:
             return eager()
         return site("attention", eager, kernel)
+
+    def of_first(self, linear: Any, rows: Tensor, tokens: int) -> Tensor:
+        """linear(rows[:, :tokens]). PyTorch copies such a part of a batch together, and adds the
+        bias in a pass of its own; here all rows go through one product, and a part is taken of it.
+        Copy and bias took 39 us of a block of SD3.5 (1024 x 1024, batch 2) on an H200."""
+        part = rows[:, :tokens]
+
+        def eager() -> Tensor:
+            return linear(part)
+
+        eight_bits = self.eight_bits is not None and self.eight_bits.wanted(linear)
+        mixed = torch.is_autocast_enabled(rows.device.type)
+        if eight_bits or mixed or part.is_contiguous() or not is_linear(linear):
+            return eager()
+        if linear.bias is None or linear.weight.dtype != rows.dtype or 2 * tokens < rows.shape[1]:
+            return eager()
+
+        def kernel() -> Tensor:
+            if self.exact:  # eager rounds before it adds the bias
+                return F.linear(rows, linear.weight)[:, :tokens] + linear.bias
+            return F.linear(rows, linear.weight, linear.bias)[:, :tokens]
+
+        return site("product of a part of the rows", eager, kernel)
 
     def of_prompt(
         self, owner: Any, text: Tensor, layers: Sequence[Any], make: Callable[[], Any]

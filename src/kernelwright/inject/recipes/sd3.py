@@ -139,7 +139,7 @@ def attend(
     rows = fuse.sdpa(query, key, value, gathered=len(streams) > 1)
     rows = rows.flatten(2, 3).to(query.dtype)
     tokens = hidden_states.shape[1]
-    image = attn.to_out[1](attn.to_out[0](rows[:, :tokens]))
+    image = attn.to_out[1](fuse.of_first(attn.to_out[0], rows, tokens))
     if encoder_hidden_states is None:
         return image
     text = rows[:, tokens:]

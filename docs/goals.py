@@ -1,0 +1,88 @@
+"""What the models are to reach on an H200, beside what they have: tables made from `results/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kernelwright.report.figures import Model, devices
+from kernelwright.report.reading import read
+from kernelwright.report.rows import ModelRow
+
+# how much faster than eager and than torch.compile: exact, fused; fp8 than eager
+HEAD = ("exact : eager", "exact : compile", "fused : eager", "fused : compile", "fp8 : eager")
+GOALS = {
+    "ltx-video 49f 768×512 batch 2": (1.65, 1.1, 1.85, 1.22, 2.4),
+    "ltx-video 25f 704×480 batch 2": (1.8, 1.15, 2.0, 1.25, 2.4),
+    "ltx-video 161f 768×512 batch 2": (1.4, 1.03, 1.5, 1.12, 1.75),
+    "flux-dev 1024×1024": (1.4, 1.05, 1.55, 1.2, 2.0),
+    "sd3.5-medium 1024×1024 batch 2": (1.6, 1.0, 1.85, 1.15, 2.0),
+    "wan-1.3b 81f 832×480": (1.2, 1.03, 1.25, 1.08, 1.4),
+    "llama-3-8b 4096 tokens": (1.3, 1.25, 1.35, 1.3, 1.9),
+}
+WITH_FA4 = {"wan-1.3b 81f 832×480": (1.35, 1.15)}
+
+
+def goals(results: Path) -> str:
+    """One line a model: what each tier reached of its goal, with graphs where that is faster."""
+    models = _models(results)
+    lines = [f"| | {' | '.join(HEAD)} |", "|---|" + "---|" * len(HEAD)]
+    for title, wanted in GOALS.items():
+        model = models[title]
+        exact, fused, fp8 = (_best(model, tier) for tier in ("exact", "fused", "fp8"))
+        cells = [*_both(model, exact, wanted[:2]), *_both(model, fused, wanted[2:4])]
+        cells += _both(model, fp8, (wanted[4],))
+        lines.append(f"| `{title}` | {' | '.join(cells)} |")
+        if (extra := model.row("fused+fa4+graphs")) is not None:
+            aims = WITH_FA4.get(title, wanted[2:4])
+            fp8 = model.row("fp8+fa4+graphs")
+            cells = ["", "", *_both(model, extra, aims), *_both(model, fp8, (wanted[4],))]
+            lines.append(f"| with flash-attn-4 | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def numerics(results: Path) -> str:
+    """One line a model: what it costs in accuracy and memory, as multiples of eager's."""
+    head = ("exact", "fused", "fp8", "torch.compile")
+    lines = [
+        f"| | error of {' | '.join(head)} | memory of exact | with graphs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    models = _models(results)
+    for title in GOALS:
+        model = models[title]
+        eager = model.row("eager")
+        assert eager is not None
+        rows = [*(_best(model, tier) for tier in head[:3]), model.row("compile")]
+        cells = ["same bits" if r and r.equal else _ratio(r, eager, "error") for r in rows]
+        cells += [_ratio(model.row(c), eager, "peak_gib") for c in ("exact", "exact+graphs")]
+        lines.append(f"| `{title}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _models(results: Path) -> dict[str, Model]:
+    (device,) = devices(read([results / "models"]))
+    return {model.title: model for model in device.models}
+
+
+def _best(model: Model, tier: str) -> ModelRow | None:
+    rows = (model.row(tier), model.row(f"{tier}+graphs"))
+    return min((r for r in rows if r is not None), key=lambda r: r.ms or 0.0, default=None)
+
+
+def _both(model: Model, row: ModelRow | None, wanted: tuple[float, ...]) -> list[str]:
+    """Against eager, then against torch.compile, as far as goals are given."""
+    others = (model.row("eager"), model.row("compile"))
+    return [_cell(other, row, goal) for other, goal in zip(others, wanted, strict=False)]
+
+
+def _cell(other: ModelRow | None, row: ModelRow | None, goal: float) -> str:
+    if not (other and row and other.ms and row.ms):
+        return f"– (goal {goal})"
+    reached = other.ms / row.ms
+    # goals are given to two places, and reached or not as they are read
+    return f"{reached:.2f}" if round(reached, 2) >= goal else f"**{reached:.2f}** (goal {goal})"
+
+
+def _ratio(row: ModelRow | None, eager: ModelRow, name: str) -> str:
+    value, own = getattr(row, name, None), getattr(eager, name)
+    return f"{value / own:.2f}×" if value is not None and own else "–"
