@@ -148,10 +148,10 @@ def exactness(results: Path) -> str:
 
 
 def first_results(results: Path) -> str:
-    """Seconds to the first result of each model: eager, torch.compile, exact. Where new processes
-    were timed, with empty caches and then with warm ones."""
+    """Seconds to the first result of each model. Where new processes were timed: with empty caches,
+    with warm ones, and how long the first forward at another size takes against the second."""
     files, device = _device(results / "models")
-    shown = ("eager", "compile", "exact", "exact+graphs")
+    shown = ("eager", "compile", "exact", "exact+graphs", "fused")
     lines = [f"| first forward, s | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
     for model in device.models:
         found = [model.row(config) for config in shown]
@@ -162,7 +162,10 @@ def first_results(results: Path) -> str:
 
 def _first(row: ModelRow) -> str:
     if row.cold_s is not None and row.warm_s is not None:
-        return f"{row.cold_s:.1f} cold, {row.warm_s:.1f} warm"
+        told = f"{row.cold_s:.1f} cold, {row.warm_s:.1f} warm"
+        if row.other_first_s and row.other_second_s:
+            told += f", {row.other_first_s / row.other_second_s:.1f}× another size"
+        return told
     return f"{row.first_s:.1f}" if row.first_s is not None else "–"
 
 

@@ -54,7 +54,8 @@ def test_a_fallback_that_nobody_asked_for_fails_the_run(monkeypatch):
 
 
 def test_a_model_has_its_first_result_and_its_split():
-    how = ["--tiny", "--device", "cuda", "--seconds", "0.05", "--config", "exact", "--first"]
+    how = ["--tiny", "--device", "cuda", "--seconds", "0.05", "--config", "exact"]
+    how += ["--first", "exact"]
     result = invoke("model", "ltx-video", *how, "--json")
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)

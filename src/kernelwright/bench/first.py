@@ -1,7 +1,8 @@
 """Seconds to the first result of a model, with an empty and with a warm cache of kernels.
 
 Each is read in a process of its own: `python -m kernelwright.bench.first PRESET --config exact`
-builds the model, then counts from before `inject` to the end of the first forward.
+builds the model, then counts from before `inject` to the end of the first forward. Then it counts
+the first and the second forward at a size that this process has not seen.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from .. import models
 from ..errors import CannotRun
 from .configs import configured
 
+# what makes another size of a preset: the first of these that it has, and how much is added to it
+OTHER = {"frames": 8, "tokens": 64, "width": 64, "batch": 1}
+
 # every folder in which a first forward could find kernels of a run before it
 CACHES = {
     "KERNELWRIGHT_CACHE": "kernelwright",
@@ -41,7 +45,8 @@ def cold_and_warm(
     dtype: torch.dtype,
     sizes: Mapping[str, int],
 ) -> dict[str, float]:
-    """`cold_s` with empty caches, `warm_s` with what that run left in them."""
+    """`cold_s` with empty caches, `warm_s` with what that run left in them, and of this one
+    `other_first_s` and `other_second_s` at another size."""
     command = [
         *(sys.executable, "-m", "kernelwright.bench.first", preset, "--config", config),
         *("--device", device, "--dtype", str(dtype).removeprefix("torch.")),
@@ -50,25 +55,33 @@ def cold_and_warm(
     ]
     with tempfile.TemporaryDirectory(prefix="kernelwright-first-") as folder:
         caches = {name: str(Path(folder, part)) for name, part in CACHES.items()}
-        return {name: _in_a_process(command, caches) for name in ("cold_s", "warm_s")}
+        cold, warm = (_in_a_process(command, caches) for _ in range(2))
+    return {"cold_s": cold.pop("first_s"), "warm_s": warm.pop("first_s"), **warm}
 
 
-def _in_a_process(command: list[str], caches: dict[str, str]) -> float:
+def _in_a_process(command: list[str], caches: dict[str, str]) -> dict[str, float]:
     ran = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True)
     if ran.returncode:
         said = ran.stderr.strip().splitlines() or [f"it ended with {ran.returncode}"]
         raise CannotRun(f"the first forward in a process of its own failed: {said[-1]}")
-    return float(json.loads(ran.stdout.splitlines()[-1])["first_s"])
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def first_seconds(
     preset: str, config: str, *, tiny: bool, device: str, dtype: torch.dtype, **sizes: int
-) -> float:
-    """Seconds from before `inject` to the end of the first forward of a new model."""
+) -> dict[str, float]:
+    """Seconds from before `inject` to the end of the first forward of a new model; then of the
+    first and the second forward at another size."""
     build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     model = models.build(preset, **build)
     inputs = models.inputs(preset, **{**build, **sizes})
+    found = models.presets()[preset]
+    known = {**(found.tiny_sizes if tiny else found.sizes), **sizes}
+    name = next(name for name in OTHER if name in known)
+    other: dict[str, Any] = {**build, **known, name: known[name] + OTHER[name]}
+    others = models.inputs(preset, **other)
     gpu = torch.device(device).type == "cuda"
+    seconds: dict[str, float] = {}
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if gpu:
@@ -76,10 +89,17 @@ def first_seconds(
             torch.cuda.synchronize()
         begin = time.perf_counter()
         run, _ = configured(model, config, stack)
-        run(**inputs)
-        if gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
+        for label, given in (
+            ("first_s", inputs),
+            ("other_first_s", others),
+            ("other_second_s", others),
+        ):
+            run(**given)
+            if gpu:
+                torch.cuda.synchronize()
+            seconds[label] = time.perf_counter() - begin
+            begin = time.perf_counter()
+    return seconds
 
 
 def main() -> None:
@@ -94,7 +114,7 @@ def main() -> None:
     sizes = {name: int(size) for name, _, size in (s.partition("=") for s in args.size)}
     how: dict[str, Any] = {"tiny": args.tiny, "device": args.device, **sizes}
     seconds = first_seconds(args.preset, args.config, dtype=getattr(torch, args.dtype), **how)
-    print(json.dumps({"first_s": seconds}))
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

@@ -49,14 +49,14 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     seconds: float = 2.0,
     with_error: bool = True,
-    with_first: bool = False,
+    first_of: Sequence[str] = (),
     done: Callable[[], None] = lambda: None,
     **sizes: int,
 ) -> list[dict[str, Any]]:
     """One row a configuration: milliseconds a forward, memory, seconds to the first result.
 
-    `with_first` reads those seconds in processes of their own too, with cold and with warm caches.
-    `done` is called after each row.
+    `first_of` are configurations whose seconds are read in processes of their own too, with cold
+    and with warm caches. `done` is called after each row.
     """
     build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     model = models.build(preset, **build)
@@ -76,7 +76,7 @@ def measure(
             }
             try:
                 row |= _measure(model, inputs, config, expected, truth, eager_error, seconds)
-                if with_first:
+                if config in first_of:
                     row |= first.cold_and_warm(preset, config, sizes=sizes, **build)
             except Wrong as wrong:
                 row["failed"] = str(wrong)
@@ -205,13 +205,15 @@ def run(
     dtype: str | None = None,
     seconds: float = 2.0,
     with_error: bool = True,
-    with_first: bool = False,
+    first_of: Sequence[str] = (),
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure presets (all if none is named) one after the other, and write down what is done."""
     for config in configs:
         if config not in CONFIGS:
             raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
+    if unknown := set(first_of) - set(configs):
+        raise ValueError(f"--first {', '.join(sorted(unknown))}: not among --config")
     names = list(presets) or list(models.presets())
     given: dict[str, Any] = {"tiny": tiny, **sizes}
     for name in names:  # before hours of work, not in between
@@ -232,7 +234,7 @@ def run(
                 configs,
                 seconds=seconds,
                 with_error=with_error,
-                with_first=with_first,
+                first_of=first_of,
                 done=lambda: progress.advance(task),
                 **how,
             )

@@ -50,12 +50,12 @@ def model(
         bool, typer.Option("--error/--no-error", help="Hold results against a float32 run.")
     ] = True,
     first: Annotated[
-        bool,
+        str,
         typer.Option(
-            "--first",
-            help="Also time the first result in new processes, with cold and with warm caches.",
+            help="Also time the first result of these configurations, with commas, in new "
+            "processes with cold and with warm caches, and the first at another size."
         ),
-    ] = False,
+    ] = "",
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,7 +82,7 @@ def model(
             dtype=dtype,
             seconds=seconds,
             with_error=error,
-            with_first=first,
+            first_of=first.split(",") if first else (),
             out=out,
         )
     except CannotRun as no:

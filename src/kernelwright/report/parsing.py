@@ -46,6 +46,8 @@ def _model(row: Values, head: Values) -> ModelRow:
         first_s=row.maybe("first_s"),
         cold_s=row.maybe("cold_s"),
         warm_s=row.maybe("warm_s"),
+        other_first_s=row.maybe("other_first_s"),
+        other_second_s=row.maybe("other_second_s"),
         peak_gib=row.maybe("peak_gib"),
         replaced=None if replaced is None else row.count("replaced"),
         sites=values.get("sites") or {},

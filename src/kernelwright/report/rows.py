@@ -77,6 +77,8 @@ class ModelRow:
     first_s: float | None
     cold_s: float | None
     warm_s: float | None
+    other_first_s: float | None
+    other_second_s: float | None
     peak_gib: float | None
     replaced: int | None
     sites: dict[str, dict[str, int]]
