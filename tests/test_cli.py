@@ -200,7 +200,8 @@ def test_inspect_shows_the_architecture():
     assert rows["transformer_blocks.*.norm1"]["weight"] is False
     assert rows["transformer_blocks.*.attn1.norm_q"]["weight"] is True
     assert rows["transformer_blocks.*.attn1.norm_q"]["replaced_by"] == "in LTXAttention"
-    assert rows["transformer_blocks.*.ff"]["left_alone"]
+    assert rows["transformer_blocks.*.ff"]["replaced_by"].startswith("GELU in one kernel")
+    assert rows["time_embed"]["left_alone"] == "no recipe for it"
     page = invoke("inspect", "llama-3-8b", "--tiny")
     assert page.exit_code == 0
     assert "LlamaRMSNorm" in page.output

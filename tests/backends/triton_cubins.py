@@ -13,6 +13,8 @@ import torch
 from planned import TARGETS, Kernel, kernels
 
 from kernelwright.ops.attention import foreign, launch
+from kernelwright.ops.fp8 import QUANTIZE
+from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
 from kernelwright.ops.plan import Call
 
 ARCHITECTURES = ("sm_90", "sm_75", "sm_80", "sm_100")
@@ -32,6 +34,8 @@ def wanted(arch: str) -> list[Kernel]:
         found += [k for k in largest if k.dtype == torch.float32]
         dtypes.append(torch.float32)
     found += [attention(arch, dtype) for dtype in dtypes]
+    if arch == "sm_90":
+        found += eight_bits(arch)
     return list({signature(k): k for k in found}.values())
 
 
@@ -43,6 +47,32 @@ def attention(arch: str, dtype: torch.dtype) -> Kernel:
     values |= {"scale": None, "causal": False}
     call = Call(values, op="attention", exact=None, target=TARGETS[arch])
     return Kernel(f"attention {dtype}", launch.plan(call), call, dtype, large=True)
+
+
+def eight_bits(arch: str) -> list[Kernel]:
+    """The steps to eight bits, which are no ops by themselves, at the widths of models: FLUX's
+    joined rows, Llama's feed-forward, and the norms of FLUX and of LTX-Video."""
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    flux, ltx = (rows(2, 64, 3072), rows(2, 1, 3072)), (rows(2, 64, 2048), rows(2, 1, 2048))
+    calls = [
+        (QUANTIZE, (rows(64, 12288), None, "gelu_tanh", rows(64, 3072))),
+        (QUANTIZE, (rows(64, 14336), rows(64, 14336), "silu", None)),
+        (RESIDUAL_QUANTIZE, (ltx[0], *ltx, True)),
+    ]
+    for kind, (x, part) in (("layer", flux), ("rms", ltx)):
+        norm = None, None, part, part, kind, 1e-6, True
+        calls += [(NORM_QUANTIZE, (x, *norm)), (RESIDUAL_NORM_QUANTIZE, (x, x, part, *norm))]
+    found = []
+    for op, arguments in calls:
+        given = zip(op.arguments, arguments, strict=True)
+        values = {**dict(given), **dict(zip(op.outputs, op.allocate(*arguments), strict=True))}
+        call = Call(values, op=op.name, exact=None, target=TARGETS[arch])
+        name = f"{op.name} {[tuple(a.shape) for a in arguments if isinstance(a, torch.Tensor)]}"
+        found.append(Kernel(name, op.kernels.triton(call), call, torch.bfloat16, large=True))
+    return found
 
 
 def signature(k: Kernel) -> tuple[object, ...]:

@@ -7,8 +7,9 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import contract, eight_bits
+from kernelwright.inject import contract, eight_bits, slots
 from kernelwright.ops import fp8
+from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (8, 9), reason="no eight-bit floats"
@@ -32,6 +33,71 @@ def test_the_kernel_rounds_as_pytorch_does(width, activation, gated):
     apart = (got.float() != expected.float()).float().mean()
     assert apart < 1e-4
     torch.testing.assert_close(got.float(), expected.float(), rtol=2**-3, atol=2**-9)
+
+
+def normal(*shape):
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def same_bytes(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("widths", [(3072, 12288), (128, 512), (40, 1000)], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_joined_rows_have_one_scale_and_an_activation_on_the_right(widths, activation):
+    torch.manual_seed(0)
+    left, x = (normal(2, 57, n + 8)[..., 8:] for n in widths)
+    got, got_scale = fp8.quantize(x, None, activation, left, backend="triton")
+    expected, scale = fp8.quantize(x, None, activation, left, backend="torch")
+    torch.testing.assert_close(got_scale, scale, rtol=2**-20, atol=0)
+    assert (got.float() != expected.float()).float().mean() < 1e-4
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-3, atol=2**-9)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("width", [64, 1000, 2048, 3072])
+def test_norms_make_the_eight_bit_rows_of_the_rows_they_return(width, kind):
+    torch.manual_seed(0)
+    x, residual = normal(2, 57, width + 8)[..., 8:], normal(2, 57, width)
+    part, weight = normal(2, 1, width), normal(width)
+    for op, arguments in (
+        (NORM_QUANTIZE, (x, None, None, part.float(), part.float(), kind, 1e-6)),
+        (RESIDUAL_NORM_QUANTIZE, (residual, x, part, None, None, part, part, kind, 1e-6)),
+        (RESIDUAL_NORM_QUANTIZE, (residual, x, None, weight, None, None, None, kind, 1e-6)),
+        (RESIDUAL_QUANTIZE, (residual, x, part)),
+    ):
+        *made, eight, scale = op(*arguments, True, backend="triton")
+        expected, expected_scale = fp8.quantize(made[0], backend="torch")
+        assert same_bytes(eight, expected), op.name
+        assert torch.equal(scale, expected_scale), op.name
+        without = op(*arguments, False, backend="triton")
+        assert all(map(torch.equal, made, without)), op.name
+        for got, truth in zip(made, op(*arguments, True, backend="torch"), strict=False):
+            assert contract.error(got, truth) < 2**-8, op.name
+
+
+class Projections(nn.Module):
+    def __init__(self, width, outputs, bias):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(width, n, bias) for n in outputs])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs", [(2048, 2048, 2048), (4096, 1024, 1024)], ids=str)
+def test_layers_of_one_input_are_one_product(outputs, bias):
+    torch.manual_seed(0)
+    model = Projections(2048, outputs, bias).eval().to("cuda", torch.bfloat16)
+    x = normal(2, 500, 2048)
+    with kw.injected(model, numerics="fp8") as report:
+        eight = getattr(model.blocks[0].forward, slots.MARK)
+        first = eight.together(model.blocks, x)
+        assert len(report.findings) == 3
+        assert not report.problems
+        assert all(map(torch.equal, first, eight.together(model.blocks, x)))
+        for layer, result in zip(model.blocks, first, strict=True):
+            assert contract.error(result, layer(x)) < 2**-8
 
 
 @pytest.mark.parametrize("rows", [64, 1000, 5376])

@@ -172,7 +172,32 @@ def replace_data(model):
     weight.data = weight.data * 2
 
 
+def leave_and_come_back(model):
+    """What was the memory of the weights is no memory any more when the model runs again."""
+    model.cpu()
+    torch.cuda.empty_cache()
+    taken = torch.empty(2**20, device="cuda")
+    model.cuda()
+    del taken
+
+
+def empty_and_fill(model):
+    """Free the weights where they are, as a loop that offloads by hand may."""
+    kept = {n: (p.cpu(), p.untyped_storage().nbytes()) for n, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+    taken = torch.empty(2**20, device="cuda")
+    for name, parameter in model.named_parameters():
+        values, size = kept[name]
+        parameter.untyped_storage().resize_(size)
+        parameter.copy_(values)
+    del taken
+
+
 CHANGES = {
+    "memory given back": leave_and_come_back,
+    "emptied and filled": empty_and_fill,
     "dtype and back": lambda m: m.float().to(torch.bfloat16),
     "to the CPU and back": lambda m: m.cpu().cuda(),
     "data": replace_data,

@@ -21,7 +21,7 @@ from kernelwright.ops.plan import Call
 
 tomllib = pytest.importorskip("tomllib")
 PROJECT = Path(__file__).resolve().parents[2] / "hub" / "ltx-kernels"
-FAMILIES = ("glu", "rope", "row")
+FAMILIES = ("gelu", "glu", "rope", "row")
 
 
 @pytest.fixture(scope="module")

@@ -90,5 +90,7 @@ def check_restored(model, inputs, expected):
 
 
 def fused_sites(report):
-    """{"QK-norm + RoPE": 56, ...}: places that became one kernel."""
-    return {name: fates["fused"] for name, fates in report.sites.items() if "fused" in fates}
+    """{"QK-norm + RoPE": 56, ...}: places that became one kernel. Of layers as one product a CPU
+    may make other bits, or not: see test_packing."""
+    counted = {name: fates for name, fates in report.sites.items() if "one product" not in name}
+    return {name: fates["fused"] for name, fates in counted.items() if "fused" in fates}

@@ -8,8 +8,10 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import contract, eight_bits
+from kernelwright.inject import contract, eight_bit_rows, eight_bits, slots
 from kernelwright.inject.graphs import capture
+from kernelwright.ops import fp8
+from kernelwright.ops.fp8.rows import NORM_QUANTIZE
 
 from .harness import left_behind, run, same
 
@@ -107,18 +109,138 @@ def test_a_merged_adapter_counts_although_it_is_written_behind_the_version():
     assert contract.error(result, model(x)) < 0.1
 
 
-def test_query_key_and_value_share_one_quantised_input(monkeypatch):
-    seen = []
-    made = eight_bits.fp8.quantize
-    monkeypatch.setattr(eight_bits.fp8, "quantize", lambda *a: seen.append(a[0]) or made(*a))
+def calls(monkeypatch, name):
+    """The arguments of each call of a function of `fp8`, from now on."""
+    seen, made = [], getattr(fp8, name)
+    monkeypatch.setattr(fp8, name, lambda *a: seen.append(a) or made(*a))
+    return seen
+
+
+def test_norms_make_the_eight_bit_rows_that_are_read_after_them(monkeypatch):
     model, inputs = built()
     kw.inject(model, numerics="fp8")
-    run(model, inputs)
-    seen.clear()
-    run(model, inputs)
-    # a block: for self-attention, its output, cross-attention's query, its output, both halves of
-    # the feed-forward
-    assert len(seen) == 6 * len(model.transformer_blocks)
+    first = run(model, inputs)
+    quantised, products = calls(monkeypatch, "quantize"), calls(monkeypatch, "product")
+    assert same(run(model, inputs), first)
+    # a block: the output of each attention, and GELU before the last layer
+    assert len(quantised) == 3 * len(model.transformer_blocks)
+    # a block: query, key and value together; cross-attention's query; both outputs; feed-forward
+    assert len(products) == 6 * len(model.transformer_blocks)
+
+
+def test_a_single_block_of_flux_quantises_joined_rows_in_one_step(monkeypatch):
+    model, inputs = built("flux-dev")
+    kw.inject(model, numerics="fp8")
+    first = run(model, inputs)
+    quantised = calls(monkeypatch, "quantize")
+    assert same(run(model, inputs), first)
+    joined = [a for a in quantised if len(a) > 3 and a[3] is not None]
+    assert len(joined) == len(model.single_transformer_blocks)
+    assert {a[2] for a in joined} == {"gelu_tanh"}
+    # a double block: attention's output and GELU of both streams
+    assert len(quantised) == len(joined) + 4 * len(model.transformer_blocks)
+
+
+def normed(makers, maker, x):
+    return makers(maker, NORM_QUANTIZE, x, None, None, None, None, "rms", 1e-6, backend=None)
+
+
+def test_a_norm_learns_from_who_reads_it_and_forgets_when_nobody_does(monkeypatch):
+    makers, norm, x = eight_bit_rows.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
+    quantised = calls(monkeypatch, "quantize")
+    first = eight_bit_rows.rows_of(normed(makers, norm, x))
+    assert len(quantised) == 1
+    y = normed(makers, norm, x)
+    again = eight_bit_rows.rows_of(y)
+    assert len(quantised) == 1
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(first, again, strict=True))
+    del y
+    normed(makers, norm, x)  # nobody reads it
+    eight_bit_rows.rows_of(normed(makers, norm, x))
+    assert len(quantised) == 2
+
+
+def test_rows_laid_ready_are_not_those_of_a_tensor_that_was_written_to(monkeypatch):
+    makers, norm, x = eight_bit_rows.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
+    eight_bit_rows.rows_of(normed(makers, norm, x))
+    y = normed(makers, norm, x)
+    y.mul_(2)
+    rows, scale = eight_bit_rows.rows_of(y)
+    expected, expected_scale = fp8.quantize(y)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(rows.float(), expected.float())
+
+
+def test_a_recording_makes_only_rows_that_were_made_before_it(monkeypatch):
+    makers, norm, x = eight_bit_rows.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
+    eight_bit_rows.rows_of(normed(makers, norm, x))
+    quantised = calls(monkeypatch, "quantize")
+    monkeypatch.setattr(eight_bit_rows, "capturing", lambda: True)
+    eight_bit_rows.rows_of(normed(makers, norm, x))
+    assert len(quantised) == 1
+    monkeypatch.undo()
+    eight_bit_rows.rows_of(normed(makers, norm, x))
+    quantised = calls(monkeypatch, "quantize")
+    monkeypatch.setattr(eight_bit_rows, "capturing", lambda: True)
+    eight_bit_rows.rows_of(normed(makers, norm, x))
+    assert not quantised
+
+
+class Split(nn.Module):
+    """Three layers of one input, as attention has them."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, n, bias) for n in (64, 128, 96)])
+
+
+def packed(bias=True):
+    """The layers of a model, what runs them in eight bits, and its report."""
+    torch.manual_seed(0)
+    model = Split(bias).eval().requires_grad_(False)
+    report = kw.inject(model, numerics="fp8")
+    eight = getattr(model.blocks[0].forward, slots.MARK)
+    return model.blocks, eight, report
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_one_product_from_the_first_call(monkeypatch, bias):
+    (layers, eight, report), x = packed(bias), torch.randn(2, 8, 64)
+    products = calls(monkeypatch, "product")
+    for _ in range(2):
+        results = eight.together(layers, x)
+    assert len(products) == 2
+    assert [f.module for f in report.findings] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert all(0.01 < f.error <= eight_bits.LIMIT for f in report.findings)
+    for layer, result in zip(layers, results, strict=True):
+        torch.testing.assert_close(result, layer(x), rtol=1e-5, atol=1e-5)
+        assert result.untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr()
+    weights = [eight._layers[layer].weight for layer in layers]
+    assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
+
+
+def test_if_one_layer_is_refused_none_is_together_with_others():
+    (layers, eight, report), x = packed(), torch.randn(8, 64)
+    layers[1].weight[:, 0] = 1e7
+    x[:, 0] = 1e-9
+    with pytest.warns(UserWarning, match=r"blocks\.1 .* in eight bits"):
+        results = eight.together(layers, x)
+    assert [f.module for f in report.problems] == ["blocks.1"]
+    assert torch.equal(results[1], nn.Linear.forward(layers[1], x))
+    assert torch.equal(results[0], layers[0](x))
+    assert not torch.equal(results[0], nn.Linear.forward(layers[0], x))
+    assert eight.together(layers, x) is None
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_what_is_written_to_one_of_several_layers_counts_at_once(name):
+    (layers, eight, _), x = packed(), torch.randn(8, 64)
+    before = eight.together(layers, x)
+    getattr(layers[1], name).add_(1)
+    after = eight.together(layers, x)
+    assert torch.equal(after[0], before[0])
+    assert contract.error(after[1], nn.Linear.forward(layers[1], x)) < 0.1
+    assert contract.error(before[1], nn.Linear.forward(layers[1], x)) > 0.1
 
 
 def test_a_copy_of_the_model_runs_in_eight_bits_too():
@@ -140,13 +262,13 @@ def test_a_layer_that_was_left_out_by_name_stays_as_it_is():
 
 def test_rows_made_before_a_recording_are_no_part_of_it():
     x = torch.randn(8, 64)
-    rows = eight_bits._rows(x)
-    assert eight_bits._rows(x) is rows
+    rows = eight_bit_rows.rows_of(x)
+    assert eight_bit_rows.rows_of(x) is rows
     with capture.recording():
-        inside = eight_bits._rows(x)
+        inside = eight_bit_rows.rows_of(x)
         assert inside is not rows
-        assert eight_bits._rows(x) is inside
-    assert eight_bits._rows(x) is not inside
+        assert eight_bit_rows.rows_of(x) is inside
+    assert eight_bit_rows.rows_of(x) is not inside
 
 
 def test_gradients_are_those_of_eager():

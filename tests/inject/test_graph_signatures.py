@@ -1,5 +1,7 @@
 """Which calls share a graph, and which run without one and why."""
 
+from collections import OrderedDict, namedtuple
+
 import pytest
 import torch
 from torch import nn
@@ -36,6 +38,35 @@ def test_one_element_is_the_same_wherever_it_lies():
     steps = data(0, 64)
     assert len({key(steps[i]) for i in range(64)}) == 1
     assert len({key(steps[i].expand(2)) for i in range(64)}) == 1
+
+
+def test_containers_are_part_of_the_signature():
+    Pair, Point = namedtuple("Pair", "a b"), namedtuple("Point", "a b")
+    x, y = data(), data(1)
+    given = [
+        ([x, y],),
+        ((x, y),),
+        ({"a": x, "b": y},),
+        ({"a": x, "c": y},),
+        (Pair(x, y),),
+        (Point(x, y),),
+        (OrderedDict(a=x, b=y),),
+        ([x], [y]),
+        ([[x, y]],),
+        ([x, [y]],),
+        ([x, y], []),
+        ([x, y], ()),
+        ([x, y], {}),
+        (x, y),
+    ]
+    assert len({key(*args) for args in given}) == len(given)
+    for args in given:
+        call = Call(args, {"k": [x, 2]}, "cpu")
+        assert call.tensors[-1] is x
+        rebuilt, named = call.with_tensors([*map(torch.clone, call.tensors)])
+        assert Call(rebuilt, named, "cpu").key == call.key
+        assert all(new is not old for new, old in zip(rebuilt, args, strict=True) if old != ())
+        assert named["k"] is not call._given[1]["k"]
 
 
 SWITCHES = {

@@ -87,6 +87,25 @@ def test_a_change_of_the_model_leads_to_another_capture():
     assert graphs.reasons == {"the model has changed": 1}
 
 
+GONE = {
+    "data": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+    "rebound": lambda m: setattr(m, "weight", nn.Parameter(torch.ones(8, 8), False)),
+    "moved": lambda m: m.double(),
+}
+
+
+@pytest.mark.parametrize("change", GONE.values(), ids=GONE)
+def test_no_graph_is_replayed_over_weights_whose_memory_is_gone(change):
+    module, graphs = model(), CpuGraphs()
+    for seed in range(3):
+        called(graphs, module, data(seed))
+    before = graphs.counts
+    change(module.proj)
+    x = data(3).to(module.proj.weight.dtype)
+    assert torch.equal(called(graphs, module, x), module(x))
+    assert graphs.counts == before
+
+
 def test_memory_is_released_when_the_model_can_no_longer_be_captured():
     module, graphs = model(), CpuGraphs()
     for seed in range(3):

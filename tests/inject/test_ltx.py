@@ -25,6 +25,7 @@ def test_exact_gives_the_bits_of_eager(dtype):
         "residual + norm + modulate": blocks,
         "gate + residual + norm + modulate": blocks - 1,
         "norm": 1 + 2 * blocks,  # of query and key where they are not turned
+        "GELU": blocks,
     }
 
 

@@ -1,7 +1,9 @@
 """A watched model: whatever a graph takes for granted is seen to change, and nothing else is."""
 
 import copy
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,110 @@ def test_values_written_into_weights_are_no_change():
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     model(torch.ones(2, 8))
     assert watch.same(model)
+
+
+def halves(model):
+    return model.to(torch.bfloat16)
+
+
+def swapped(model):
+    torch.utils.swap_tensors(model[0].proj.weight, nn.Parameter(torch.ones(8, 8)))
+
+
+def assigned(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def emptied(model):
+    for weight in model.parameters():
+        weight.untyped_storage().resize_(0)
+
+
+def with_setting(setting):
+    """`.to()` in one of the other ways that PyTorch has of doing it."""
+
+    def change(model):
+        setting(True)
+        try:
+            halves(model)
+        finally:
+            setting(False)
+
+    return change
+
+
+FREED = {
+    "dtype": halves,
+    "dtype, swapping": with_setting(torch.__future__.set_swap_module_params_on_conversion),
+    "dtype, overwriting": with_setting(torch.__future__.set_overwrite_module_params_on_conversion),
+    "device": lambda m: m.to("meta"),
+    "a device without data": lambda m: m.to_empty(device="meta"),
+    "data": lambda m: set_data(m[1].norm.bias, torch.clone),
+    "data of another tensor": lambda m: set_data(m[1].proj.weight, lambda w: torch.ones(8, 8)),
+    "a parameter rebound": lambda m: setattr(m[1].proj, "weight", nn.Parameter(torch.ones(8, 8))),
+    "a parameter dropped": lambda m: setattr(m[1].proj, "bias", None),
+    "a parameter deleted": lambda m: delattr(m[1].norm, "weight"),
+    "a buffer rebound": lambda m: setattr(m[1], "table", torch.ones(8)),
+    "swap_tensors": swapped,
+    "load_state_dict(assign=True)": assigned,
+    "storages emptied where they are": emptied,
+}
+
+
+@pytest.mark.parametrize("change", FREED.values(), ids=FREED)
+def test_weights_whose_memory_is_gone_are_known_to_be(change):
+    model = stack()
+    watch = Watch(model)
+    assert watch.in_place()
+    change(model)
+    assert not watch.in_place()
+    assert not watch.same(model)
+
+
+def test_weights_are_in_place_whatever_is_written_into_them_or_made_of_them():
+    model = stack()
+    watch = Watch(model)
+    views = [w.detach()[:1] for w in model.parameters()]
+    loaded = copy.deepcopy(model)
+    model.load_state_dict(loaded.state_dict())
+    model(torch.ones(2, 8)).sum().backward()
+    del views, loaded
+    assert watch.in_place()
+
+
+def test_a_parameter_that_somebody_keeps_may_still_be_read():
+    model = stack()
+    watch = Watch(model)
+    kept = model[1].proj.weight
+    model[1].proj.weight = nn.Parameter(torch.ones(8, 8))
+    assert watch.in_place()
+    assert not watch.same(model)
+    kept.data = torch.ones(8, 8)
+    assert not watch.in_place()
+
+
+def test_weights_that_come_back_to_where_they_were_are_watched_again():
+    """As from the CPU, into the memory that they had left."""
+    model, place = stack(), np.ones((8, 8), np.float32)
+    weight = model[1].proj.weight
+    weight.data = torch.from_numpy(place)
+    watch = Watch(model)
+    weight.data = torch.from_numpy(place)
+    assert watch.in_place()
+    assert watch.same(model)
+    weight.data = torch.from_numpy(place.copy())
+    assert not watch.in_place()
+
+
+@pytest.mark.parametrize(("change", "count"), [(halves, 2), (swapped, 1), (assigned, 2)])
+def test_watching_keeps_no_memory(change, count):
+    model, gone = stack(), []
+    watch = Watch(model)
+    storages = [weakref.ref(w.untyped_storage(), gone.append) for w in model[0].proj.parameters()]
+    change(model)
+    assert len(gone) == count
+    assert not watch.in_place()
+    assert {r() is None for r in storages} == ({True} if count == 2 else {True, False})
 
 
 def test_another_dtype_at_the_same_address_is_seen():

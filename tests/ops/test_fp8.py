@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import kernelwright as kw
 from kernelwright.ops import fp8
 from kernelwright.ops.fp8 import reference
+from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
 
 LARGEST = 448.0
 
@@ -28,6 +30,70 @@ def test_the_kernel_rounds_as_pytorch_does(activation, gated, dtype):
     apart = (got.float() != expected.float()) & ~carried
     # an activation may differ in its last bit, and so fall on the other side of a tie
     assert apart.sum() <= (0 if activation == "none" and up is None else 2)
+
+
+@pytest.mark.parametrize("widths", [(48, 100), (96, 256), (7, 640)], ids=str)
+def test_joined_rows_have_one_scale_and_an_activation_on_the_right(widths):
+    left, x = (rows(torch.bfloat16, 2, 3, n + 8)[..., 8:] for n in widths)
+    got, got_scale = fp8.quantize(x, None, "gelu_tanh", left, backend="triton")
+    joined = torch.cat([left.float(), torch.nn.functional.gelu(x.float(), approximate="tanh")], -1)
+    expected, scale = fp8.quantize(joined, backend="torch")
+    assert got.shape == (2, 3, sum(widths))
+    torch.testing.assert_close(got_scale, scale, rtol=2**-22, atol=0)
+    carried = torch.frexp(expected.float())[0].abs() == 0.5
+    assert ((got.float() != expected.float()) & ~carried).sum() <= 2
+    same, same_scale = fp8.quantize(x, None, "gelu_tanh", left, backend="torch")
+    assert torch.equal(same.float(), expected.float())
+    assert torch.equal(same_scale, scale)
+
+
+def row_ops(width, shape=(2, 4)):
+    """Each op that makes eight-bit rows beside others, and arguments for it."""
+    x, residual = (
+        rows(torch.bfloat16, *shape, width + 8)[..., 8:],
+        rows(torch.bfloat16, *shape, width),
+    )
+    part, wide = rows(torch.bfloat16, shape[0], 1, width), rows(torch.float32, shape[0], 1, width)
+    weight = rows(torch.bfloat16, width)
+    for kind in ("rms", "layer"):
+        yield NORM_QUANTIZE, (x, None, None, wide, wide, kind, 1e-6)
+        operands = (residual, x, part, weight, weight, part, None, kind, 1e-6)
+        yield RESIDUAL_NORM_QUANTIZE, operands
+        yield RESIDUAL_NORM_QUANTIZE, (residual, x, None, weight, None, None, None, kind, 1e-6)
+    yield RESIDUAL_QUANTIZE, (residual, x, part)
+    frames = rows(torch.bfloat16, shape[0], 2, 1, width)
+    yield NORM_QUANTIZE, (x, None, None, frames, None, "rms", 1e-6)
+
+
+@pytest.mark.usefixtures("rounding_interpreter")
+@pytest.mark.parametrize("width", [48, 100, 384, 1024])
+def test_a_norm_makes_the_eight_bit_rows_of_the_rows_it_returns(width):
+    for op, arguments in row_ops(width):
+        *made, eight, scale = op(*arguments, True, backend="triton")
+        expected, expected_scale = fp8.quantize(made[0], backend="triton")
+        assert torch.equal(eight.view(torch.uint8), expected.view(torch.uint8)), op.name
+        assert torch.equal(scale, expected_scale), op.name
+        *without, no_rows, no_scale = op(*arguments, False, backend="triton")
+        assert all(map(torch.equal, made, without)), op.name
+        assert no_rows.numel() == no_scale.numel() == 0
+
+
+@pytest.mark.usefixtures("rounding_interpreter")
+def test_a_norm_with_eight_bit_rows_is_the_norm_without():
+    for op, arguments in row_ops(100):
+        got, expected = (op(*arguments, True, backend=b) for b in ("triton", "torch"))
+        for a, b in zip(got[:-2], expected[:-2], strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+        assert torch.equal(expected[-2].float(), fp8.quantize(expected[0])[0].float())
+    x, residual, gate = (rows(torch.bfloat16, 2, 3, 64) for _ in range(3))
+    plain = kw.gated_residual_norm(residual, x, gate, kind="layer")
+    assert all(
+        map(
+            torch.equal,
+            plain,
+            RESIDUAL_NORM_QUANTIZE(residual, x, gate, None, None, None, None, "layer", 1e-6, True),
+        )
+    )
 
 
 def test_the_largest_element_of_a_row_becomes_the_largest_number():
@@ -69,13 +135,22 @@ def test_the_error_is_what_three_bits_of_mantissa_leave():
 
 
 def test_wrong_arguments_are_named():
+    narrow = rows(torch.bfloat16, 50)
     with pytest.raises(ValueError, match="activation is 'relu'"):
         fp8.quantize(rows(), activation="relu")
     with pytest.raises(ValueError, match="up has shape"):
         fp8.quantize(rows(), rows(torch.bfloat16, 2, 3, 50))
+    with pytest.raises(ValueError, match="left has shape"):
+        fp8.quantize(rows(), left=rows(torch.bfloat16, 2, 4, 50))
+    with pytest.raises(ValueError, match="kind is 'group'"):
+        NORM_QUANTIZE(rows(), None, None, None, None, "group", 1e-6, True)
+    with pytest.raises(ValueError, match="scale has width 50"):
+        NORM_QUANTIZE(rows(), None, None, narrow, None, "rms", 1e-6, True)
 
 
 def test_empty_rows():
     values, scale = fp8.quantize(rows(torch.float32, 4, 16)[:0])
     assert values.shape == (0, 16)
     assert scale.shape == (0, 1)
+    for op, arguments in row_ops(64, (2, 0)):
+        assert op(*arguments, True, backend="triton")[-2].shape == (2, 0, 64)

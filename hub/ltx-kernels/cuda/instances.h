@@ -13,4 +13,4 @@ struct Family {
   std::size_t bytes;  // of the struct
 };
 
-extern const Family ROW, ROPE, GLU;
+extern const Family ROW, ROPE, GLU, GELU;

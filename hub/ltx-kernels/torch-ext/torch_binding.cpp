@@ -32,7 +32,7 @@ struct Prepared {
 const std::unordered_map<std::string, Found>& table() {
   static const auto all = [] {
     std::unordered_map<std::string, Found> found;
-    for (const Family& family : {ROW, ROPE, GLU})
+    for (const Family& family : {ROW, ROPE, GLU, GELU})
       for (std::size_t i = 0; i < family.count; i++)
         found[family.first[i].name] = {family.first[i].kernel, family.bytes};
     return found;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ class Launch(Protocol):
     @property
     def alignment(self) -> int: ...
 
-    def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]: ...
+    def load(self, values: Mapping[str, Any], device: int) -> Callable[[Sequence[Any]], None]: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def problem(backend: str, device: torch.device, dtype: torch.dtype) -> str | Non
 
 def load(
     launch: Launch, values: Mapping[str, Any], device: torch.device, op: str
-) -> Callable[[list[Any]], None]:
+) -> Callable[[Sequence[Any]], None]:
     """Build or fetch the kernel and return what launches it, given the addresses."""
     if device.type != "cuda":
         return launch.load(values, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,12 +77,13 @@ class AotLaunch:
     def alignment(self) -> int:
         return self.cuda.alignment
 
-    def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]:
+    def load(self, values: Mapping[str, Any], device: int) -> Callable[[Sequence[int]], None]:
         cuda, ops = self.cuda, _launcher()
         present = [values.get(n) is not None for n in cuda.pointers]
         prepared = ops.prepare(cuda.template, cuda.grid, cuda.block, present, self.words)
-        submit = ops.launch.default
-        return lambda pointers: submit(prepared, pointers)
+        # an overload is a frame of Python around the function that it calls its `op`
+        launch = getattr(ops.launch.default, "op", ops.launch.default)
+        return functools.partial(launch, prepared)
 
     @property
     def words(self) -> list[int]:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class CudaLaunch:
 
     `source` is relative to this package, or the whole path of a header of another package.
     Kernels take one struct: the pointers first, then `scalars` packed by `layout` (struct module
-    letters, native alignment), so a hot launch rewrites only the pointers.
+    letters, native alignment), so a hot launch rewrites only the stream and the pointers.
     """
 
     source: str
@@ -75,32 +75,33 @@ class CudaLaunch:
             f"{{ {self.template}(args); }}\n"
         )
 
-    def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]:
+    def load(self, values: Mapping[str, Any], device: int) -> Callable[[Sequence[int]], None]:
         major, minor = torch.cuda.get_device_capability(device)
         function = _function(device, compile_cubin(self.code, f"sm_{major}{minor}"), self.entry)
-        # absent pointers stay zero: padding bytes
-        present = (values.get(n) is not None for n in self.pointers)
-        pack = struct.Struct("@" + "".join("P" if there else "8x" for there in present)).pack_into
-        template = struct.pack(
+        config = struct.pack(CONFIG, self.grid, 1, 1, self.block, 1, 1, 0, 0, 0, 0)
+        arguments = struct.pack(
             f"@{len(self.pointers)}P{self.layout}0q", *[0] * len(self.pointers), *self.scalars
         )
-        fixed = (function, self.grid, 1, 1, self.block, 1, 1, 0)
-        submit = driver().cuLaunchKernel
+        # what changes from launch to launch: the stream and, two words of zeros behind it, the
+        # pointers. absent ones stay zero: padding bytes
+        present = (values.get(n) is not None for n in self.pointers)
+        changes = "@P16x" + "".join("P" if there else "8x" for there in present)
+        fill = struct.Struct(changes).pack_into
         stream = torch._C._cuda_getCurrentRawStream
-        # buffers are taken and given back, so two threads never fill the same one
-        free: list[tuple[Any, Any]] = []
+        # parameters are taken and given back, so two threads never fill the same ones
+        free: list[tuple[Any, Callable[[], int]]] = []
 
-        def launch(pointers: list[Any]) -> None:
+        def launch(addresses: Sequence[int]) -> None:
             try:
-                buffer, extra = free.pop()
+                parameters, submit = free.pop()
             except IndexError:
-                buffer, extra = _parameters(template)
-            pack(buffer, 0, *pointers)
-            status = submit(*fixed, stream(device), None, extra)
+                parameters, submit = _submission(function, config, arguments)
+            fill(parameters, STREAM, stream(device), *addresses)
+            status = submit()
             if status == INVALID_CONTEXT:  # a thread that has not touched CUDA yet
                 torch.cuda.set_device(device)
-                status = submit(*fixed, stream(device), None, extra)
-            free.append((buffer, extra))
+                status = submit()
+            free.append((parameters, submit))
             if status:
                 check(status, f"launch of {self.template}")
 
@@ -108,26 +109,30 @@ class CudaLaunch:
 
 
 INVALID_CONTEXT = 201
+# CUlaunchConfig: grid, block, shared memory, stream, no attributes
+CONFIG = "@7IPPI0P"
+STREAM = struct.calcsize("@7I0P")
 
 
-def _parameters(template: bytes) -> tuple[Any, Any]:
-    """A parameter block and the `extra` array by which cuLaunchKernel finds it."""
-    buffer = ctypes.create_string_buffer(template, len(template))
-    size = ctypes.c_size_t(len(template))
+def _submission(function: int, config: bytes, arguments: bytes) -> tuple[Any, Callable[[], int]]:
+    """A launch's parameters, and the call of the driver that reads them. cuLaunchKernelEx takes
+    them in memory, all but converted: ctypes takes longer for cuLaunchKernel's eleven arguments
+    than the driver for the launch."""
+    parameters = ctypes.create_string_buffer(config + arguments)
+    begin, size = ctypes.addressof(parameters), ctypes.c_size_t(len(arguments))
     pointer, length, end = 1, 2, 0
-    extra = (ctypes.c_void_p * 5)(
-        pointer, ctypes.addressof(buffer), length, ctypes.addressof(size), end
-    )
-    extra.kept = size  # type: ignore[attr-defined]
-    return buffer, extra
+    extra = (ctypes.c_void_p * 5)(pointer, begin + len(config), length, ctypes.addressof(size), end)
+    where = map(ctypes.c_void_p, (begin, function, None, ctypes.addressof(extra)))
+    submit: Any = functools.partial(driver().cuLaunchKernelEx, *where)
+    submit.kept = extra, size
+    return parameters, submit
 
 
 @functools.lru_cache
 def driver() -> Any:
     """libcuda, called with the interpreter lock held: a launch is shorter than giving it up."""
     library = ctypes.PyDLL("libcuda.so.1")
-    u, p = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+    p = ctypes.c_void_p
     library.cuModuleLoadData.argtypes = [p, ctypes.c_char_p]
     library.cuModuleGetFunction.argtypes = [p, p, ctypes.c_char_p]
     library.cuGetErrorString.argtypes = [ctypes.c_int, p]

@@ -1,13 +1,15 @@
 """Triton kernels: compiled once, then launched without Triton's Python dispatch.
 
 `kernel[grid](...)` binds, specialises and looks up on every call (20 us on the H200 machine's CPU);
-the compiled kernel's own `run` takes 8. A plan keeps it, so only addresses pass through Python.
+the compiled kernel's own `run` takes 8. A plan keeps the function that `run` ends in, so only
+addresses pass through Python.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -50,6 +52,9 @@ class _Address:
         return 0
 
 
+Arrange = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
 @dataclass(frozen=True)
 class TritonLaunch:
     """`kernel(*pointers, *scalars, **constants)` over `grid`; kernels take them in that order."""
@@ -63,9 +68,10 @@ class TritonLaunch:
     num_stages: int = 2
     alignment: int = 16
 
-    def load(self, values: Mapping[str, Any], device: int) -> Callable[[list[Any]], None]:
+    def load(self, values: Mapping[str, Any], device: int) -> Callable[[Sequence[Any]], None]:
+        arrange = self._arrangement(values)
         if device < 0:
-            return self._interpreted(values)
+            return self._interpreted(arrange)
         stand_ins = [
             None if values.get(n) is None else _Address(values[n].dtype, self.alignment)
             for n in self.pointers
@@ -73,29 +79,20 @@ class TritonLaunch:
         compiled = self.kernel.warmup(
             *stand_ins, *self.scalars, grid=self.grid, **self.constants, **self.options
         )
-        grid = (*self.grid, 1, 1)[:3]
-        run = compiled.run
         fixed = (compiled.function, compiled.packed_metadata, None, None, None)
-        stream = torch._C._cuda_getCurrentRawStream
-        arrange = self._arrangement(values)
+        return launcher(compiled.run, (*self.grid, 1, 1)[:3], device, fixed, arrange)
 
-        def launch(pointers: list[Any]) -> None:
-            run(*grid, stream(device), *fixed, *arrange(pointers))
-
-        return launch
-
-    def _interpreted(self, values: Mapping[str, Any]) -> Callable[[list[Any]], None]:
-        arrange = self._arrangement(values)
+    def _interpreted(self, arrange: Arrange) -> Callable[[Sequence[Any]], None]:
         names = tuple(self.constants)
 
-        def launch(tensors: list[Any]) -> None:
+        def launch(tensors: Sequence[Any]) -> None:
             given = arrange(tensors)
             constants = dict(zip(names, given[len(given) - len(names) :], strict=True))
             self.kernel[self.grid](*given[: len(given) - len(names)], **constants, **self.options)
 
         return launch
 
-    def _arrangement(self, values: Mapping[str, Any]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    def _arrangement(self, values: Mapping[str, Any]) -> Arrange:
         """Puts addresses in order, None where there is none, then scalars and constants."""
         present = [values.get(n) is not None for n in self.pointers]
         tail = (*self.scalars, *self.constants.values())
@@ -154,3 +151,40 @@ _TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
+
+
+def launcher(
+    run: Any, grid: tuple[int, ...], device: int, fixed: tuple[Any, ...], arrange: Arrange
+) -> Callable[[Sequence[int]], None]:
+    """A launch through `run`, or through the function of the driver that `run` ends in: what comes
+    before it is Python, and is about scratch memory that our kernels do not ask for."""
+    stream = torch._C._cuda_getCurrentRawStream
+    x, y, z = grid
+    submit, middle, packed = _passed_on(run, grid, fixed)
+    if packed:
+        return lambda addresses: submit(x, y, z, stream(device), *middle, arrange(addresses))
+    return lambda addresses: submit(x, y, z, stream(device), *middle, *arrange(addresses))
+
+
+def _passed_on(
+    run: Any, grid: tuple[int, ...], fixed: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...], bool]:
+    """The function to call, what it takes between the stream and the kernel's arguments, and
+    whether it takes those as one tuple. The order is another one in each version of Triton, so a
+    copy of `run` is called once to see what it hands to its `launch`."""
+    through_run = run, fixed, False
+    sizes = (getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile"))
+    if any(size != 0 for size in sizes) or getattr(run, "gsan_enabled", False):
+        return through_run
+    seen: list[Any] = []
+    stream, arguments = object(), (object(), object())
+    spy = copy.copy(run)
+    spy.launch = lambda *passed: seen.extend(passed)
+    spy(*grid, stream, *fixed, *arguments)
+    if tuple(seen[:4]) != (*grid, stream):
+        return through_run
+    if tuple(seen[-2:]) == arguments:
+        return run.launch, tuple(seen[4:-2]), False
+    if seen[-1] == arguments:
+        return run.launch, tuple(seen[4:-1]), True
+    return through_run

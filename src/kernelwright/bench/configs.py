@@ -28,6 +28,8 @@ CONFIGS = (
     "compile",
     "exact+compile",
     "fused+compile",
+    "exact+graphs+compile",
+    "fused+graphs+compile",
     "fp8",
     "fp8+graphs",
     "fused+fa4+graphs",

@@ -128,8 +128,10 @@ def _measure(
             row["sites"] = report.sites
             row["problems"] = report.to_dict()["problems"]
             row["graphs"] = [g.describe() for g in report.graphs]
-        row["ms"] = milliseconds(lambda: run(**inputs), seconds)
         row |= _memory()
+        _fresh()
+        row["ms"] = milliseconds(lambda: run(**inputs), seconds)
+        row |= _memory("steady_")
         if (device := _device(inputs)).type == "cuda":
             row["split"] = split(record(lambda: run(**inputs), device))
     return row
@@ -181,12 +183,14 @@ def _fresh() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _memory() -> dict[str, float]:
+def _memory(when: str = "") -> dict[str, float]:
+    """The most memory since `_fresh`: what tensors had, and what was held for them, where graphs
+    keep theirs. The first calls have first sight and captures in them, `steady_` has not."""
     if not torch.cuda.is_available():
         return {}
     return {
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        f"{when}peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        f"{when}reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
 
 

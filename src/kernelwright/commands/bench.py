@@ -27,8 +27,8 @@ def model(
     config: Annotated[
         str,
         typer.Option(
-            help="What to compare, with commas: eager, compile, exact, exact+graphs, fused, "
-            "fused+graphs, exact+compile, fused+compile, fp8, fp8+graphs; with flash-attn-4 "
+            help="What to compare, with commas: eager, compile; exact, fused or fp8, each alone or "
+            "with +graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 "
             "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs."
         ),
     ] = "eager,exact,exact+graphs,fused,fused+graphs,compile,exact+compile",

@@ -9,11 +9,11 @@ says so.
 from __future__ import annotations
 
 import math
-import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from ..ops import fp8
 from ..ops.fp8.reference import ACTIVATIONS
 from . import adapters, contract
 from .check import Checker, Finding, current
-from .graphs.capture import capturing, depend, keep, phase
+from .eight_bit_rows import Makers, rows_of
+from .eight_bit_weights import Pack, Quantised, quantise
+from .graphs.capture import capturing, depend, keep
 from .recipe import Forward
 from .signature import written
 from .slots import MARK, hooked
@@ -54,43 +56,15 @@ def check_device(model: nn.Module) -> None:
         raise ValueError(f'inject: numerics is "fp8", but {no}; "fused" needs less')
 
 
-@dataclass
-class _Layer:
-    """A layer as it was quantised. `good` is None as long as nobody has looked."""
-
-    address: int
-    version: int
-    moves: int
-    weight: Tensor
-    scale: Tensor
-    good: bool | None = None
-
-    def is_of(self, layer: Any) -> bool:
-        weight = layer.weight
-        return (
-            self.address == weight.data_ptr()
-            and self.version == weight._version
-            and self.moves == adapters.moves(layer)
-        )
-
-
-class _Last(threading.local):
-    """The rows that this thread quantised last: query, key and value are made of the same."""
-
-    source: ref[Tensor] | None = None
-    facts: tuple[int, int] = (0, 0)
-    rows: tuple[Tensor, Tensor] | None = None
-
-
-_last = _Last()
-
-
 @dataclass(eq=False)
 class EightBits:
     """The layers of one injection."""
 
     checker: Checker
-    _layers: WeakKeyDictionary[nn.Module, _Layer] = field(default_factory=WeakKeyDictionary)
+    _layers: WeakKeyDictionary[nn.Module, Quantised] = field(default_factory=WeakKeyDictionary)
+    # what makes eight-bit rows for the layers behind it
+    makers: Makers = field(default_factory=Makers)
+    _packs: WeakKeyDictionary[nn.Module, Pack] = field(default_factory=WeakKeyDictionary)
     _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
     def forward(self) -> Forward:
@@ -125,38 +99,89 @@ class EightBits:
         return getattr(layer.__dict__.get("forward"), MARK, None) is self
 
     def __call__(
-        self, layer: Any, x: Tensor, activation: str = "none", up: Tensor | None = None
+        self,
+        layer: Any,
+        x: Tensor,
+        activation: str = "none",
+        up: Tensor | None = None,
+        left: Tensor | None = None,
     ) -> Tensor | None:
-        """layer(act(x) * up), or None where that is not for eight bits."""
+        """layer(act(x) * up), or None where that is not for eight bits. With `left`, the layer is
+        given that and the other behind it, joined along the rows."""
         if not self.wanted(layer):
             return None
         if why := _misfit(layer, x):
             self.checker.misfits[layer] = why
             return None
         kept = self._layers.get(layer)
-        if kept is None or not kept.is_of(layer):
+        if kept is None or not kept.is_of(layer) or kept.good is None:
             if capturing():
                 self.checker.misfits[layer] = FIRST_IN_A_GRAPH
                 return None
-            adapters.watch(layer)
-            weight = layer.weight
-            facts = weight.data_ptr(), weight._version, adapters.moves(layer)
-            kept = self._layers[layer] = _Layer(*facts, *fp8.quantize_weight(weight))
-        if kept.good is None:
-            if not capturing():
-                return self._first_sight(layer, kept, x, activation, up)
-            self.checker.misfits[layer] = FIRST_IN_A_GRAPH
-            return None
+            kept = self._quantised(layer)
         depend(layer.weight)
         keep(kept)
-        return _product(layer, kept, x, activation, up)
+        plain = activation == "none" and up is None and left is None
+        rows, scale = rows_of(x) if plain else fp8.quantize(x, up, activation, left)
+        y = fp8.product(rows, scale, kept.weight, kept.scale, layer.bias, x.dtype)
+        if kept.good is None:
+            given = ACTIVATIONS[activation](x)
+            given = given if up is None else given * up
+            given = given if left is None else torch.cat([left, given], -1)
+            return self._first_sight(layer, kept, given, y)
+        return y
 
-    def _first_sight(
-        self, layer: Any, kept: _Layer, x: Tensor, activation: str, up: Tensor | None
-    ) -> Tensor:
-        y = ACTIVATIONS[activation](x)
-        expected = type(layer).forward(layer, y if up is None else y * up)
-        result = _product(layer, kept, x, activation, up)
+    def together(self, layers: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
+        """layer(x) of each as one product, or None where that is not for eight bits: each by
+        itself may be. The results are parts of one tensor."""
+        if not all(map(self.wanted, layers)) or any(_misfit(m, x) for m in layers):
+            return None
+        if len({m.bias is None for m in layers}) > 1:
+            return None
+        pack = self._packs.get(layers[0])
+        if pack is None or not pack.is_of(layers, [self._layers.get(m) for m in layers]):
+            if capturing():
+                return None
+            pack = self._packs[layers[0]] = Pack.of(layers, map(self._quantised, layers))
+        for layer in layers:
+            depend(layer.weight)
+            if layer.bias is not None:
+                depend(layer.bias)
+        keep(pack)
+        y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
+        results = y.split_with_sizes([m.out_features for m in layers], -1)
+        if all(k.good for k in pack.layers):
+            return results
+        return self._first_sight_together(layers, pack, x, results)
+
+    def _quantised(self, layer: Any) -> Quantised:
+        """A layer as it is now."""
+        kept = self._layers.get(layer)
+        if kept is None or not kept.is_of(layer):
+            kept = self._layers[layer] = quantise(layer)
+        return kept
+
+    def _first_sight_together(
+        self, layers: Sequence[Any], pack: Pack, x: Tensor, results: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The results, if no layer is refused; else the layers are none together any more."""
+        seen = tuple(
+            result if k.good else self._first_sight(layer, k, x, result)
+            for layer, k, result in zip(layers, pack.layers, results, strict=True)
+        )
+        if all(k.good for k in pack.layers):
+            return seen
+        del self._packs[layers[0]]
+        for k in pack.layers:
+            if k.good:  # without the memory of those that are refused
+                k.weight, k.scale = k.weight.clone(), k.scale.clone()
+        return tuple(
+            layer(x) if k.good else y for layer, k, y in zip(layers, pack.layers, seen, strict=True)
+        )
+
+    def _first_sight(self, layer: Any, kept: Quantised, x: Tensor, result: Tensor) -> Tensor:
+        """The result in eight bits, or that of the layer's own forward if it is too far off."""
+        expected = type(layer).forward(layer, x)
         error = contract.error(result, expected)
         kept.good = error <= LIMIT
         problem = None
@@ -178,7 +203,10 @@ class EightBits:
 def _misfit(layer: Any, x: Tensor) -> str | None:
     """Why this call of a layer is not for eight bits, or None if it is."""
     weight = layer.weight
+    bias = layer.bias
     if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.is_inference():
+        return "tensors of a class of their own"
+    if bias is not None and bias.is_inference():
         return "tensors of a class of their own"
     if hooked(layer):
         return "a hook wants to see it being called"
@@ -192,24 +220,4 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
         return "its dtype changes"
     if not x.is_cuda:
         return None  # emulated
-    return fp8.problem(x.device, x.dtype, weight.shape, layer.bias)
-
-
-def _product(layer: Any, kept: _Layer, x: Tensor, activation: str, up: Tensor | None) -> Tensor:
-    if activation == "none" and up is None:
-        rows, scale = _rows(x)
-    else:
-        rows, scale = fp8.quantize(x, up, activation)
-    return fp8.product(rows, scale, kept.weight, kept.scale, layer.bias, x.dtype)
-
-
-def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in eight bits, made once for all layers that are given it one after the other."""
-    if x.is_inference():  # such tensors do not count who writes to them
-        return fp8.quantize(x)
-    last, facts = None if _last.source is None else _last.source(), (x._version, phase())
-    if last is x and _last.facts == facts and _last.rows is not None:
-        return _last.rows
-    rows = fp8.quantize(x)
-    _last.source, _last.facts, _last.rows = ref(x), facts, rows
-    return rows
+    return fp8.problem(x.device, x.dtype, weight.shape, bias)

@@ -195,7 +195,7 @@ def _plan(
     covered: dict[nn.Module, str] = {}
     lines: Counter[Line] = Counter()
     for name, module in named.items():
-        found, patch, why = _match(module, numerics)
+        found, patch, why = _match(module)
         if not found:
             continue
         line = partial(Line, part.name, places(name), full_name(type(module)), _weight(module))
@@ -264,14 +264,14 @@ def _chain(module: nn.Module) -> Chain | None:
     return next((c for r in recipes() if (c := r.chain(module)) is not None), None)
 
 
-def _match(module: nn.Module, numerics: str) -> tuple[bool, Patch | None, str | None]:
+def _match(module: nn.Module) -> tuple[bool, Patch | None, str | None]:
     """Whether a module is of interest, the patch for it, and why it gets none."""
     why = None
     for recipe in recipes():
         for patch in recipe.patches:
             answer = patch.matches(module)
             if answer is True:
-                return True, patch, patch.not_exact if numerics == "exact" else None
+                return True, patch, None
             if isinstance(answer, str):
                 why = why or answer
     if why is None and _COMPUTES.search(type(module).__name__):

@@ -30,9 +30,6 @@ class Patch:
     `sources` are the functions it was written after, by their names in the module of the class;
     `written_for` are their fingerprints. Code of any other fingerprint has changed since: it is
     then checked in every tier, and left to torch.compile as it is.
-
-    `not_exact` says why it cannot keep the bits of eager, if it cannot: then "exact" leaves the
-    module alone.
     """
 
     target: str | Callable[[nn.Module], bool | str]
@@ -42,7 +39,6 @@ class Patch:
     sources: tuple[str, ...] = ()
     written_for: tuple[str, ...] = ()
     for_class: bool = False
-    not_exact: str | None = None
 
     def matches(self, module: nn.Module) -> bool | str:
         if callable(self.target):

@@ -25,7 +25,8 @@ from . import checks, library, plugins, selection, served
 from .case import Case, Sized
 from .plan import Call, How, LaunchPlan, Plan, eager_plan
 from .selection import BACKENDS, Choice, use_backend
-from .signature import compile_signature
+from .signature import compile_signature, layouts
+from .written import compile_call
 
 __all__ = ["Call", "Choice", "Composite", "Op", "registry", "use_backend"]
 
@@ -71,6 +72,7 @@ class Op:
         self.arguments = tuple(name for name, _ in arguments)
         self._signature = compile_signature(arguments)
         self._plans: dict[Any, Plan] = {}
+        self.run = compile_call(self, arguments)
         self.library_op = library.register(self)
         self.inplace_op = library.register_inplace(self) if self.inplace else None
         if not self.internal:
@@ -84,6 +86,12 @@ class Op:
         backend: str | None = None,
         inplace: bool = False,
     ) -> Any:
+        return self.run(*args, out, exact, backend, inplace)
+
+    def carefully(
+        self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str | None, inplace: bool
+    ) -> Any:
+        """A call that is traced, that the dispatcher has to see, that is new, or that is wrong."""
         if torch.compiler.is_compiling():
             backend = selection.traced() if backend is None else backend
             return self._traced(args, out, exact, backend, inplace)
@@ -95,14 +103,12 @@ class Op:
             key = self._signature(args, exact, backend, inplace)
             if key is None:
                 return self._dispatched(args, out, exact, backend, inplace)
-            plan = self._plans.get(key if out is None else (key, _signatures(out)))
+            hash(key if out is None else (key, layouts(out)))
         except (TypeError, AttributeError, RuntimeError):
             # unhashable, no tensor, or one without strides: let the checks name the argument
             self.validate(args, out, exact, backend, inplace)
             raise
-        if plan is None:
-            return self.compute(args, out, exact, backend, inplace)
-        return plan(args, out)
+        return self.compute(args, out, exact, backend, inplace)
 
     def compute(
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str, inplace: bool
@@ -112,7 +118,7 @@ class Op:
             key = self._signature(args, exact, backend, inplace)
         if key is None:  # a subclass that reached the bottom of the dispatcher is a tensor to us
             return self._plan(args, out, exact, backend, inplace)(args, out)
-        key = key if out is None else (key, _signatures(out))
+        key = key if out is None else (key, layouts(out))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(args, out, exact, backend, inplace)
@@ -307,13 +313,6 @@ class Composite:
 
     def call(self, arguments: Mapping[str, Any], **how: Any) -> Any:
         return self.function(**arguments, **how)
-
-
-def _signatures(out: Any) -> tuple[Any, ...]:
-    return tuple(
-        None if o is None else (o.shape, o.stride(), o.dtype, o.device)
-        for o in (out if type(out) is tuple else (out,))
-    )
 
 
 def registry() -> dict[str, Op | Composite]:

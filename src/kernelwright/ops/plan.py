@@ -6,9 +6,10 @@ leaves behind is a plan. Following it allocates the outputs, collects addresses 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import Launch, Target
+from .written import compile_follow
 
 if TYPE_CHECKING:
     from .op import Op
 
 Plan = Callable[[tuple[Any, ...], Any], Any]
-_address = Tensor.data_ptr
 
 
 class Call(dict[str, Any]):
@@ -84,8 +85,8 @@ def changed(op: Op, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class LaunchPlan:
-    """A signature whose kernel is built. `follow` is the hot path: a closure, because looking up a
-    dozen attributes takes as long as the launch."""
+    """A signature whose kernel is built. `follow` is what a call runs: written out for this plan,
+    because a loop over addresses takes as long as the launch."""
 
     def __init__(
         self,
@@ -105,61 +106,44 @@ class LaunchPlan:
             )
         args = self._dense(args)
         outs = self._outputs(args, out)
-        self.realigned: dict[int, Plan] = {}
-        names = (*op.arguments, *op.outputs)
-        values = dict(zip(names, (*args, *outs), strict=True))
         if all(o is None or o.numel() == 0 for o in outs):
             self.follow: Plan = self._nothing
             return
+        self._names = (*op.arguments, *op.outputs)
+        self._realigned: dict[int, Plan] = {}
+        values = dict(zip(self._names, (*args, *outs), strict=True))
         device = next(a.device for a in args if isinstance(a, Tensor))
         target = Target.of(device)
         call = Call(values, op=op.name, exact=how.exact, target=target, alignment=alignment)
         launch = _launch(op, how.backend, call)
-        chosen = itemgetter(
-            *(names.index(n) for n in launch.pointers if n and values[n] is not None)
-        )
-        loaded = backends.load(launch, values, device, op.name)
-        if device.type == "cuda":
-            self.follow = self._hot(chosen, loaded, device.index, launch.alignment - 1)
-        else:
-            self.follow = self._interpreted(chosen, loaded)
+        # those that the kernel takes, in its order
+        self.pointers = [n for n in launch.pointers if n and values[n] is not None]
+        self.launch = _on(device, backends.load(launch, values, device, op.name))
+        # Triton's interpreter takes the tensors themselves, wherever they lie
+        self.mask = launch.alignment - 1 if device.type == "cuda" else None
+        self.follow = self.follow_any if self.copied else compile_follow(self)
 
-    def _hot(
-        self, chosen: Any, launch: Callable[[list[Any]], None], device: int, mask: int
-    ) -> Plan:
-        allocate, single = self.op.allocate, len(self.op.outputs) == 1
-        plain = not self.copied and not self.how.inplace
-        guarded = torch.cuda.device_count() > 1
+    def follow_any(self, args: tuple[Any, ...], out: Any) -> Any:
+        """Follow the plan where arguments are copied first, or where there are outputs given."""
+        args, outs = self._prepared(args, out)
+        values = dict(zip(self._names, args + outs, strict=True))
+        given = [values[n] for n in self.pointers]
+        if self.mask is not None:
+            given = list(map(Tensor.data_ptr, given))
+            bits = functools.reduce(or_, given)
+            if bits & self.mask:
+                return self.realigned(bits, args, outs)
+        self.launch(given)
+        return outs[0] if len(outs) == 1 else outs
 
-        def follow(args: tuple[Any, ...], out: Any) -> Any:
-            if plain and out is None:
-                outs = allocate(*args)
-            else:
-                args, outs = self._prepared(args, out)
-            pointers = list(map(_address, chosen(args + outs)))
-            bits = 0
-            for p in pointers:
-                bits |= p
-            if bits & mask:
-                return self._realigned(bits & mask, args, outs)
-            if guarded and torch.cuda.current_device() != device:
-                with torch.cuda.device(device):
-                    launch(pointers)
-            else:
-                launch(pointers)
-            return outs[0] if single else outs
-
-        return follow
-
-    def _interpreted(self, chosen: Any, launch: Callable[[list[Any]], None]) -> Plan:
-        """Triton's interpreter takes the tensors themselves."""
-
-        def follow(args: tuple[Any, ...], out: Any) -> Any:
-            args, outs = self._prepared(args, out)
-            launch(list(chosen(args + outs)))
-            return outs[0] if len(outs) == 1 else outs
-
-        return follow
+    def realigned(self, bits: int, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> Any:
+        """Follow the plan for addresses that are only multiples of the lowest set bit."""
+        alignment = bits & -bits
+        plan = self._realigned.get(alignment)
+        if plan is None:
+            plan = self.op.launch_plan(args, outs, self.how, alignment)
+            self._realigned[alignment] = plan
+        return plan(args, outs if len(outs) > 1 else outs[0])
 
     def _nothing(self, args: tuple[Any, ...], out: Any) -> Any:
         _, outs = self._prepared(args, out)
@@ -184,14 +168,20 @@ class LaunchPlan:
         fresh = self.op.allocate(*args)
         return tuple(f if o is None else o for o, f in zip(out, fresh, strict=True))
 
-    def _realigned(self, bits: int, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> Any:
-        """Follow the plan for addresses that are only multiples of the lowest set bit."""
-        alignment = bits & -bits
-        plan = self.realigned.get(alignment)
-        if plan is None:
-            plan = self.op.launch_plan(args, outs, self.how, alignment)
-            self.realigned[alignment] = plan
-        return plan(args, outs if len(outs) > 1 else outs[0])
+
+def _on(device: torch.device, launch: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A launch on this GPU; where there are several, another one may be the current one."""
+    if device.type != "cuda" or torch.cuda.device_count() <= 1:
+        return launch
+
+    def launch_there(addresses: Any) -> None:
+        if torch.cuda.current_device() == device.index:
+            launch(addresses)
+        else:
+            with torch.cuda.device(device):
+                launch(addresses)
+
+    return launch_there
 
 
 def _launch(op: Op, backend: str, call: Call) -> Launch:

@@ -4,50 +4,86 @@ A loop over an op's arguments asks each what it is, on every call. Which are ten
 the schema, so the look-up key is compiled once an op, as namedtuple and dataclass do it:
 
     def signature(args, exact, backend, inplace):
-        input, weight, eps = args
-        if type(input) not in PLAIN or ...:
+        input, weight, eps, = args
+        if type(input) not in _PLAIN or ...:
             return None
         return exact, backend, inplace, input.shape, input.stride(), ..., eps
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# (name, schema type) of each argument
+Arguments = list[tuple[str, str]]
+
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
+# what the texts below call by name
+SCOPE: Mapping[str, Any] = {"_PLAIN": PLAIN, "_recording": torch.is_grad_enabled}
 
 
-def compile_signature(arguments: list[tuple[str, str]]) -> Callable[..., tuple[Any, ...] | None]:
-    """For (name, schema type) pairs: the hashable key of a call, or None if the dispatcher has to
-    see it (a tensor subclass, or a gradient to record)."""
-    odd, grads, parts = [], [], []
-    for name, kind in arguments:
-        if not kind.startswith("Tensor"):
-            parts.append(name)
-            continue
-        key = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
-        if kind.endswith("?"):
-            odd.append(f"({name} is not None and type({name}) not in PLAIN)")
-            grads.append(f"({name} is not None and {name}.requires_grad)")
-            parts.append(f"None if {name} is None else ({key})")
-        else:
-            odd.append(f"type({name}) not in PLAIN")
-            grads.append(f"{name}.requires_grad")
-            parts.append(key)
-    names = ", ".join(name for name, _ in arguments)
+def compile_signature(arguments: Arguments) -> Callable[..., tuple[Any, ...] | None]:
+    """The hashable key of a call, or None if the dispatcher has to see it."""
     source = (
         "def signature(args, exact, backend, inplace):\n"
-        f"    {names}, = args\n"
-        f"    if {' or '.join(odd)}:\n"
+        f"    {names(arguments)} = args\n"
+        f"    if {dispatched(arguments)}:\n"
         "        return None\n"
-        f"    if grad_enabled() and ({' or '.join(grads)}):\n"
-        "        return None\n"
-        f"    return exact, backend, inplace, {', '.join(parts)}\n"
+        f"    return {key(arguments)}\n"
     )
-    scope: dict[str, Any] = {"PLAIN": PLAIN, "grad_enabled": torch.is_grad_enabled}
-    exec(compile(source, "<signature>", "exec"), scope)
-    return scope["signature"]
+    return written("signature", source, SCOPE)
+
+
+def names(arguments: Arguments) -> str:
+    return "".join(f"{name}, " for name, _ in arguments).rstrip()
+
+
+def key(arguments: Arguments) -> str:
+    """Text: all that decides about a call but the addresses of its tensors."""
+    parts = ["exact", "backend", "inplace"]
+    for name, kind in arguments:
+        layout = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
+        if not kind.startswith("Tensor"):
+            parts.append(name)
+        elif kind.endswith("?"):
+            parts.append(f"None if {name} is None else ({layout})")
+        else:
+            parts.append(layout)
+    return ", ".join(parts)
+
+
+def dispatched(arguments: Arguments) -> str:
+    """Text: whether the dispatcher has to see a call, for a tensor subclass or for a gradient."""
+    odd, grads = [], []
+    for name, kind in arguments:
+        if kind.startswith("Tensor"):
+            there = f"{name} is not None and " if kind.endswith("?") else ""
+            odd.append(f"{there}type({name}) not in _PLAIN")
+            grads.append(f"{there}{name}.requires_grad")
+    return f"{' or '.join(odd)} or _recording() and ({' or '.join(grads)})"
+
+
+def layouts(out: Any) -> tuple[Any, ...]:
+    """What of the outputs that a caller gives belongs to the signature."""
+    return tuple(
+        None if o is None else (o.shape, o.stride(), o.dtype, o.device)
+        for o in (out if type(out) is tuple else (out,))
+    )
+
+
+def written(name: str, source: str, scope: Mapping[str, Any]) -> Any:
+    """The function of this name that `source` defines, with the names that it uses."""
+    found = dict(scope)
+    exec(_code(name, source), found)
+    return found[name]
+
+
+@functools.lru_cache(1024)
+def _code(name: str, source: str) -> CodeType:
+    return compile(source, f"<{name}>", "exec")

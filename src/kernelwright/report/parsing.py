@@ -49,6 +49,7 @@ def _model(row: Values, head: Values) -> ModelRow:
         other_first_s=row.maybe("other_first_s"),
         other_second_s=row.maybe("other_second_s"),
         peak_gib=row.maybe("peak_gib"),
+        steady_reserved_gib=row.maybe("steady_reserved_gib"),
         replaced=None if replaced is None else row.count("replaced"),
         sites=values.get("sites") or {},
         problems=_problems(row),

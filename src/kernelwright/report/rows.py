@@ -80,6 +80,7 @@ class ModelRow:
     other_first_s: float | None
     other_second_s: float | None
     peak_gib: float | None
+    steady_reserved_gib: float | None
     replaced: int | None
     sites: dict[str, dict[str, int]]
     problems: tuple[str, ...]

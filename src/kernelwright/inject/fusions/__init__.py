@@ -10,9 +10,10 @@ from .attention import AttentionPlaces
 from .feed_forward import FeedForwardPlaces
 from .norms import NormPlaces
 from .places import hooked_now
+from .projections import GATE_UP, QKV, TEXT_QKV, ProjectionPlaces
 
-__all__ = ["Fusions", "hooked_now"]
+__all__ = ["GATE_UP", "QKV", "TEXT_QKV", "Fusions", "hooked_now"]
 
 
-class Fusions(NormPlaces, AttentionPlaces, FeedForwardPlaces):
+class Fusions(NormPlaces, ProjectionPlaces, AttentionPlaces, FeedForwardPlaces):
     """How the places of one injection are fused."""

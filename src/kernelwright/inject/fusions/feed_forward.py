@@ -2,58 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.gelu import GELU
 from ...ops.glu import GEGLU, SILU_MUL
 from ...ops.linear import linear_gelu
-from ..check import declined, site
-from .places import Places, hooked_now, is_linear
+from ..check import current, declined, site
+from .places import CHANGES_DTYPE, Places, hooked_now, is_linear
 
 
 class FeedForwardPlaces(Places):
     def linear_gelu(self, linear: Any, gelu: Any, x: Tensor) -> Tensor:
-        """gelu(linear(x)), with GELU in the epilogue of the product where rounding may change."""
-
-        def eager() -> Tensor:
+        """gelu(linear(x)); `gelu` is a module of the model."""
+        if not _is_gelu(gelu):
             return gelu(linear(x))
-
-        plain = type(gelu) is nn.GELU and not hooked_now(gelu) and is_linear(linear)
-        eight_bits = self.eight_bits is not None and self.eight_bits.wanted(linear)
-        if self.exact or eight_bits or not plain:
-            return eager()
-        return site(
-            "linear + GELU",
-            eager,
-            lambda: linear_gelu(
-                x, linear.weight, linear.bias, approximate=gelu.approximate == "tanh"
-            ),
-        )
+        return self._linear_gelu(linear, gelu, gelu.approximate == "tanh", x)
 
     def feed_forward(self, module: Any, x: Tensor) -> Tensor:
-        """diffusers' FeedForward, with GELU in the epilogue of its first product."""
-
-        def eager() -> Tensor:
-            return type(module).forward(module, x)
-
-        first = module.net[0]
+        """diffusers' FeedForward: Linear and GELU in one module, then the other layers."""
+        first, *others = module.net
         if (y := self._eight_bit_feed_forward(module, x)) is not None:
             return y
-        if hooked_now(first) or not is_linear(first.proj):
-            declined("linear + GELU", "an adapter or a hook is on its first Linear")
-            return eager()
+        if hooked_now(first):
+            declined("GELU", "a hook wants to see the activation being called")
+            y = first(x)
+        else:
+            y = self._linear_gelu(first.proj, first.gelu, first.approximate == "tanh", x)
+        for layer in others:
+            y = layer(y)
+        return y
+
+    def joined_linear(self, last: Any, left: Tensor, linear: Any, gelu: Any, x: Tensor) -> Tensor:
+        """last([left, gelu(linear(x))]): the activation writes its part of the joined rows."""
+        if torch.compiler.is_compiling() or not _is_gelu(gelu):
+            return last(torch.cat([left, self.linear_gelu(linear, gelu, x)], dim=-1))
+        y = linear(x)
+        if self.eight_bits is not None and left.dtype == y.dtype:
+            activation = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
+            if (result := self.eight_bits(last, y, activation, left=left)) is not None:
+                return result
+
+        def eager() -> Tensor:
+            return torch.cat([left, gelu(y)], dim=-1)
 
         def kernel() -> Tensor:
-            y = linear_gelu(
-                x, first.proj.weight, first.proj.bias, approximate=first.approximate == "tanh"
-            )
-            for layer in list(module.net)[1:]:
-                y = layer(y)
-            return y
+            width = left.shape[-1]
+            rows = y.new_empty(*y.shape[:-1], width + y.shape[-1])
+            rows[..., :width].copy_(left)
+            self._gelu(y, gelu.approximate == "tanh", rows[..., width:])
+            return rows
 
-        return site("linear + GELU", eager, kernel)
+        name = "GELU into joined rows"
+        if why := _kept_apart(left, y):
+            declined(name, why)
+            return last(eager())
+        return last(site(name, eager, kernel))
+
+    def _linear_gelu(
+        self, linear: Any, gelu: Callable[[Tensor], Tensor], tanh: bool, x: Tensor
+    ) -> Tensor:
+        """GELU in the epilogue of the product where rounding may change, otherwise by itself."""
+        plain = is_linear(linear)
+        eight_bits = self.eight_bits is not None and self.eight_bits.wanted(linear)
+        if not self.exact and not eight_bits:
+            if plain:
+                return site(
+                    "linear + GELU",
+                    lambda: gelu(linear(x)),
+                    lambda: linear_gelu(x, linear.weight, linear.bias, approximate=tanh),
+                )
+            declined("linear + GELU", "an adapter or a hook is on its first Linear")
+        y = linear(x)
+        if _recording(y):
+            declined("GELU", "gradients are recorded")
+            return gelu(y)
+        # nobody else holds what a plain Linear returns, but eager needs it to compare with
+        own = plain and not torch.compiler.is_compiling() and not current.comparing
+        return site("GELU", lambda: gelu(y), lambda: self._gelu(y, tanh, y if own else None))
+
+    def _gelu(self, y: Tensor, tanh: bool, out: Tensor | None) -> Tensor:
+        exact, backend = self._how(y, "torch")
+        return GELU(y, tanh, out=out, exact=exact, backend=backend)
 
     def _eight_bit_feed_forward(self, module: Any, x: Tensor) -> Tensor | None:
         """The same in eight bits: GELU together with the step to them."""
@@ -105,6 +139,27 @@ class FeedForwardPlaces(Places):
         return site(
             "GEGLU", eager, lambda: GEGLU(packed, False, "second", exact=exact, backend=backend)
         )
+
+
+def _is_gelu(activation: Any) -> bool:
+    """PyTorch's GELU, and nobody wants to see it being called."""
+    return type(activation) is nn.GELU and not hooked_now(activation)
+
+
+def _recording(*tensors: Tensor) -> bool:
+    """Whether autograd records what is done to these; eager's GELU has the better gradient."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _kept_apart(left: Tensor, right: Tensor) -> str | None:
+    """Why PyTorch is to join these rows, or None if a kernel may."""
+    if _recording(left, right):
+        return "gradients are recorded"
+    if left.dtype != right.dtype:
+        return CHANGES_DTYPE
+    if type(left) is not Tensor or type(right) is not Tensor:
+        return "tensors of a class of their own"
+    return None
 
 
 def _pass_through(layers: list[Any]) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...ops import fp8
 from ...ops.adaln import ADALN_LAYERNORM, ADALN_RMSNORM
+from ...ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
 from ...ops.layernorm import LAYERNORM
 from ...ops.residual import GATED_RESIDUAL, GATED_RESIDUAL_NORM
 from ...ops.rmsnorm import RMSNORM
 from ..check import declined, site
+from ..eight_bit_rows import Makers
 from .places import CHANGES_DTYPE, Part, Places
 
 # such rows at::mean sums in another order; and eager keeps their layout, which the convolutions of
@@ -67,6 +71,9 @@ class NormPlaces(Places):
         exact, backend = self._how(x, norm.chain if rms else "wan" if wide else "diffusers")
 
         def kernel() -> Tensor:
+            if (makers := self._makers(x)) is not None:
+                parts = weight, bias, scale, shift, norm.kind, eps
+                return makers(module, NORM_QUANTIZE, x, *parts, backend=backend)
             if rms:
                 return ADALN_RMSNORM(x, weight, scale, shift, eps, exact=exact, backend=backend)
             return ADALN_LAYERNORM(x, weight, scale, shift, bias, eps, exact=exact, backend=backend)
@@ -106,29 +113,24 @@ class NormPlaces(Places):
             declined(name, ROUNDS_BETWEEN)
             return eager()
         exact, backend = self._how(x, "wan" if wide else norm.chain)
-        kind = norm.kind
+        operands = residual, x, gate, weight, bias, scale, shift, norm.kind, eps
 
         def kernel() -> tuple[Tensor, Tensor]:
-            return GATED_RESIDUAL_NORM(
-                residual,
-                x,
-                gate,
-                weight,
-                bias,
-                scale,
-                shift,
-                kind,
-                eps,
-                exact=exact,
-                backend=backend,
-            )
+            if (makers := self._makers(x)) is not None:
+                return makers(module, RESIDUAL_NORM_QUANTIZE, *operands, backend=backend)
+            return GATED_RESIDUAL_NORM(*operands, exact=exact, backend=backend)
 
         return site(name, eager, kernel)
 
     def residual(
-        self, residual: Tensor, x: Tensor, gate: Part = None, wide: bool = False
+        self,
+        residual: Tensor,
+        x: Tensor,
+        gate: Part = None,
+        wide: bool = False,
+        reader: Any = None,
     ) -> Tensor:
-        """residual + x * gate"""
+        """residual + x * gate; `reader` is the module that is given the sum as it is."""
 
         def eager() -> Tensor:
             return added(residual, x, gate, wide)
@@ -140,9 +142,21 @@ class NormPlaces(Places):
             declined(name, CHANGES_DTYPE)
             return eager()
         exact, backend = self._how(x, "wan" if wide else "diffusers")
-        return site(
-            name, eager, lambda: GATED_RESIDUAL(residual, x, gate, exact=exact, backend=backend)
-        )
+
+        def kernel() -> Tensor:
+            if reader is not None and (makers := self._makers(x)) is not None:
+                return makers(reader, RESIDUAL_QUANTIZE, residual, x, gate, backend=backend)
+            return GATED_RESIDUAL(residual, x, gate, exact=exact, backend=backend)
+
+        return site(name, eager, kernel)
+
+    def _makers(self, x: Tensor) -> Makers | None:
+        """What runs a place so that it can make eight-bit rows too, if layers may want any."""
+        if torch.compiler.is_compiling() or self.eight_bits is None or torch.is_grad_enabled():
+            return None
+        if self.backend == "cuda" or (x.is_cuda and fp8.unsupported(x.device.index or 0)):
+            return None
+        return self.eight_bits.makers
 
 
 def modulated(x: Tensor, scale: Part, shift: Part) -> Tensor:

@@ -33,6 +33,7 @@ class Places:
     prompts: Prompts = field(default_factory=Prompts)
     masks: Shared = field(default_factory=Shared)
     modulations: Shared = field(default_factory=Shared)
+    same_bits: dict[Any, bool] = field(default_factory=dict)
     _seen: dict[nn.Module, Norm | str | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Places:

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..check import Random, equal
 from .call import Call, check_surroundings, listed
-from .capture import Captured, CudaRecorder, Recorder, capturing, keep
+from .capture import Captured, CudaRecorder, Recorder, capturing, keep, relocations
 from .memory import Refusal
 from .watch import Watch
 
@@ -59,14 +59,19 @@ class Graphs:
         kwargs: dict[str, Any],
     ) -> Any:
         """What `forward(model, *args, **kwargs)` returns, from a graph where that is possible."""
-        if not torch.compiler.is_compiling():
-            try:
-                replayed, result = self._replay(model, forward, args, kwargs)
-                if replayed:
-                    return result
-            except Refusal as reason:
-                self._count(str(reason))
-        return forward(model, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return forward(model, *args, **kwargs)
+        try:
+            replayed, result = self._replay(model, forward, args, kwargs)
+            if replayed:
+                return result
+        except Refusal as reason:
+            self._count(str(reason))
+        before = relocations()
+        result = forward(model, *args, **kwargs)
+        if relocations() != before:
+            self._look_again(model)
+        return result
 
     @property
     def captured(self) -> int:
@@ -148,6 +153,14 @@ class Graphs:
             if self.captured == 0 and known.watch.obstacle(model):
                 self._recorder.release()
         return known
+
+    def _look_again(self, model: nn.Module) -> None:
+        """Weights were packed while the model ran: that is no change of it, unless a graph reads
+        them where they were."""
+        with _one_at_a_time:
+            known = self._models.get(model)
+            if known is not None and not known.graphs:
+                known.watch = Watch(model)
 
     def _is_warm(self, known: _Model, call: Call) -> bool:
         """Whether this thread has run such a call before, which it is now noted to have done.

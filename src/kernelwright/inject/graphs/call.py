@@ -19,8 +19,9 @@ class Call:
     """The inputs of a call, taken apart. Calls with one key can share a graph."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], device_type: str) -> None:
-        self._leaves, self._structure = pytree.tree_flatten((args, kwargs), is_leaf=is_no_container)
-        self.tensors = [x for x in self._leaves if isinstance(x, Tensor)]
+        self._given = args, kwargs
+        self.tensors: list[Tensor] = []
+        marks = _mark(args, self.tensors), _mark(kwargs, self.tensors)
         devices = {t.device for t in self.tensors}
         if not devices:
             raise Refusal("no tensor among the inputs")
@@ -28,55 +29,71 @@ class Call:
         if len(devices) > 1 or self.tensors[0].device.type != device_type:
             raise Refusal(f"inputs on {listed(devices)}")
         (self.device,) = devices
-        marks = tuple(map(_mark, self._leaves))
-        self.key = (self.device, self._structure, marks, _switches(device_type))
+        self.key = (self.device, marks, _switches(device_type))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The arguments, with other tensors in the place of these."""
         left = iter(tensors)
-        leaves = [next(left) if isinstance(x, Tensor) else x for x in self._leaves]
-        return pytree.tree_unflatten(leaves, self._structure)
+        leaves, structure = pytree.tree_flatten(self._given, is_leaf=is_no_container)
+        leaves = [next(left) if isinstance(x, Tensor) else x for x in leaves]
+        return pytree.tree_unflatten(leaves, structure)
 
 
-def _mark(leaf: Any) -> tuple[Any, ...]:
-    """What of an input a graph depends on: the layout of a tensor, the value of anything else."""
-    kind = type(leaf)
-    if kind in TENSOR_TYPES:
-        if not is_simple(leaf):
+def _mark(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """What of an input a graph depends on: the layout of a tensor, the value of anything else, and
+    the containers around them. Tensors are added to the list in the order of `pytree`, which this
+    does the work of for the containers that most calls have."""
+    kind = type(value)
+    if kind in _TENSORS:
+        if not is_simple(value):
             raise Refusal("an input that is sparse, conjugated or negated")
-        return leaf.dtype, leaf.shape, leaf.stride(), alignment(leaf)
-    if kind not in PLAIN_TYPES:
+        tensors.append(value)
+        return value.dtype, value.shape, value.stride(), alignment(value)
+    if kind in _VALUES:
+        return kind, value
+    if kind is float or kind is complex:
+        return kind, repr(value)  # 0.0 and -0.0 are equal
+    if kind is dict:
+        return dict, tuple(value), *[_mark(v, tensors) for v in value.values()]
+    if kind is tuple or kind is list:
+        return kind, *[_mark(v, tensors) for v in value]
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_no_container)
+    if structure.is_leaf():
         raise Refusal(f"an input of type {kind.__name__}")
-    # 1, True and 1.0 are equal, and so are 0.0 and -0.0
-    return kind, repr(leaf) if kind in (float, complex) else leaf
+    return structure, *[_mark(x, tensors) for x in leaves]
+
+
+_TENSORS = frozenset(TENSOR_TYPES)
+_VALUES = frozenset(PLAIN_TYPES) - {float, complex}
 
 
 def _switches(device_type: str) -> tuple[Any, ...]:
-    """The state of the process that decides which kernels run."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    """The state of the process that decides which kernels run, most of it as torch.backends asks
+    for it: through properties of torch.backends this takes four times as long."""
+    state = torch._C
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
         torch.get_default_dtype(),
-        torch.get_default_device(),
+        state._len_torch_function_stack() and torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        tuple(torch._C._get_sdp_priority_order()),
-        cuda.fp16_bf16_reduction_math_sdp_allowed(),
-        cuda.matmul.fp32_precision,
-        cuda.matmul.allow_fp16_accumulation,
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.preferred_blas_library(),
-        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
+        state._get_flash_sdp_enabled(),
+        state._get_mem_efficient_sdp_enabled(),
+        state._get_math_sdp_enabled(),
+        state._get_cudnn_sdp_enabled(),
+        tuple(state._get_sdp_priority_order()),
+        state._get_math_sdp_allow_fp16_bf16_reduction(),
+        state._get_fp32_precision_getter("cuda", "matmul"),
+        state._get_cublas_allow_fp16_accumulation(),
+        state._get_cublas_allow_fp16_reduced_precision_reduction(),
+        state._get_cublas_allow_bf16_reduced_precision_reduction(),
+        state._get_blas_preferred_backend(),
+        state._get_fp32_precision_getter("cuda", "conv"),
+        state._get_cudnn_enabled(),
+        state._get_cudnn_benchmark(),
+        state._get_cudnn_deterministic(),
         surrounding(),
         dispatch and dispatch._AttentionBackendRegistry._active_backend,
     )

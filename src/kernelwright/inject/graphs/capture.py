@@ -25,6 +25,7 @@ class _Running(threading.local):
     kept: list[Any] | None = None
     given: list[Tensor] | None = None
     phase: int = 0
+    relocations: int = 0
 
 
 _running = _Running()
@@ -48,6 +49,16 @@ def depend(tensor: Tensor) -> None:
     tensor, of which something was made that the graph reads instead."""
     if _running.given is not None:
         _running.given.append(tensor)
+
+
+def relocated() -> None:
+    """Say that weights of the running model were given another place in memory, by us."""
+    _running.relocations += 1
+
+
+def relocations() -> int:
+    """How often this thread has said so."""
+    return _running.relocations
 
 
 def capturing() -> bool:

@@ -89,7 +89,9 @@ def is_no_container(value: Any) -> bool:
 def alignment(tensor: Tensor) -> int:
     """Bytes past a multiple of ALIGNMENT. A single element, such as the timestep that a loop takes
     out of a table, is read in the same way wherever it lies."""
-    return tensor.data_ptr() % ALIGNMENT if _span(tensor) > 1 else 0
+    if tensor.numel() < 2 or not (tensor.is_contiguous() or _span(tensor) > 1):
+        return 0
+    return tensor.data_ptr() % ALIGNMENT
 
 
 def is_simple(tensor: Tensor) -> bool:

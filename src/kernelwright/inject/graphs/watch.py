@@ -9,6 +9,7 @@ from enum import Enum
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -17,6 +18,8 @@ from .memory import TENSOR_TYPES
 WEIGHT_TYPES = frozenset(TENSOR_TYPES)
 # attributes of a module that change what a call of it does
 PINNED = ("forward", "processor", "_hf_hook", "_compiled_call_impl")
+# no block of a transformer has fewer weights than this
+SAMPLED = 8
 PLAIN = (bool, int, float, str, type(None), Enum)
 
 
@@ -55,17 +58,40 @@ class Watch:
         self._plain_settings = list(map(_plain, self._settings))
         weights = self.weights()
         self._layout = _layout(weights)
+        self._listen(weights)
+        places = [(d, n) for d in self._holders for n, t in d.items() if t is not None]
+        self._sample = places[::SAMPLED]
         self.devices = frozenset(w.device for w in weights)
         scripted = len(modules) < len(everything)
         self._obstacle = "scripted modules" if scripted else self._find_obstacle(inner, weights)
 
     def in_place(self) -> bool:
-        """Whether the weights are at their addresses: what a replay needs so as not to read memory
-        that is no longer theirs. This is asked before a replay, `same` while it runs."""
-        weights = self.weights()
-        if self._layout is None or not WEIGHT_TYPES.issuperset(map(type, weights)):
+        """Whether the memory of the weights is theirs still, so that a replay may read it. This is
+        asked before a replay, `same` while it runs.
+
+        Weights that were moved, rebound or swapped leave a storage behind; if nobody else has it,
+        it dies, which is heard of when it happens. A storage that lives may have been resized where
+        it is. That is done to a whole model or block, so one weight in SAMPLED shows it.
+        """
+        if self._layout is None:
             return False
-        return list(map(Tensor.data_ptr, weights)) == self._layout[0]
+        if self._freed:
+            weights = self.weights()
+            if _layout(weights) != self._layout:
+                return False
+            self._listen(weights)  # they went and came back to where they were
+        found: list[Any] = [holder.get(name) for holder, name in self._sample]
+        return (
+            WEIGHT_TYPES.issuperset(map(type, found))
+            and list(map(Tensor.data_ptr, found)) == self._layout[0][::SAMPLED]
+        )
+
+    def _listen(self, weights: list[Tensor]) -> None:
+        """Have `_freed` fill up when a storage of the weights dies."""
+        self._freed: list[Any] = []
+        plain = weights if self._layout is not None else []
+        storages = {id(s): s for s in map(Tensor.untyped_storage, plain)}
+        self._storages = [ref(s, self._freed.append) for s in storages.values()]
 
     def same(self, model: nn.Module) -> bool:
         """Whether the model is still what it was: modules, weights at their addresses, hooks,

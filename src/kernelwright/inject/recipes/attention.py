@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..fusions import Fusions
+from ..fusions import QKV, Fusions
 from ..recipe import Forward, Patch, Recipe, full_name
 
 PROCESSOR = "AttnProcessor2_0"
@@ -73,12 +73,15 @@ def attend(
     def keys_and_values() -> tuple[Tensor, Tensor]:
         return attn.to_k(context), attn.to_v(context)
 
-    query = attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1))
-    if encoder_hidden_states is None or attn.norm_cross:
-        key, value = keys_and_values()
+    if encoder_hidden_states is None:
+        layers = attn.to_q, attn.to_k, attn.to_v
+        query, key, value = fuse.projections(QKV, hidden_states, layers)
+    elif attn.norm_cross:
+        query, (key, value) = attn.to_q(hidden_states), keys_and_values()
     else:
+        query = attn.to_q(hidden_states)
         key, value = fuse.of_prompt(attn, context, (attn.to_k, attn.to_v), keys_and_values)
-    key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (key, value))
+    query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
     if attn.norm_q is not None:
         query = attn.norm_q(query)
     if attn.norm_k is not None:
@@ -97,7 +100,8 @@ RECIPE = Recipe(
         Patch(
             is_attention,
             attention,
-            "the same steps with less around them, those of the text once a prompt",
+            "QKV in one product, the same steps with less around them, those of the text once a "
+            "prompt",
             sources=("Attention.forward", f"{PROCESSOR}.__call__"),
             written_for=("86cb5d2bf499",),
         ),

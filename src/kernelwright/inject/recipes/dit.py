@@ -63,7 +63,7 @@ def modulated_block(fuse: Fusions) -> Forward:
             attention_mask=attention_mask,
         )
         if self.attn2 is not None:
-            hidden_states = fuse.residual(hidden_states, branch, gate)
+            hidden_states = fuse.residual(hidden_states, branch, gate, reader=self.attn2)
             branch = self.attn2(  # PixArt's: its input not normalised, its output not gated
                 hidden_states,
                 encoder_hidden_states=encoder_hidden_states,

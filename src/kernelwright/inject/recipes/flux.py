@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import handoff
-from ..fusions import Fusions
+from ..fusions import QKV, TEXT_QKV, Fusions
 from ..recipe import Forward, Patch, Recipe
 from ._joint import QUIET, Rotary, Stream, joint_qk
 from .adaln import adapted, is_adaptive
@@ -91,13 +91,13 @@ def single_block(fuse: Fusions) -> Forward:
             rows, gate = self.norm(tokens, emb=temb)
         else:
             tokens, (rows, gate) = opened
-        wide = fuse.linear_gelu(self.proj_mlp, self.act_mlp, rows)
         turned = self.attn(
             hidden_states=rows,
             image_rotary_emb=image_rotary_emb,
             **(joint_attention_kwargs or {}),
         )
-        branch, gate = self.proj_out(torch.cat([turned, wide], dim=2)), gate[:, None]
+        branch = fuse.joined_linear(self.proj_out, turned, self.proj_mlp, self.act_mlp, rows)
+        gate = gate[:, None]
 
         after = following(self, tokens, temb)
         if after is None:
@@ -173,8 +173,9 @@ def attend(
     """What FLUX's attention processor does."""
     from diffusers.models.embeddings import apply_rotary_emb
 
-    def heads(projection: Any, x: Tensor) -> Tensor:
-        return projection(x).unflatten(-1, (-1, attn.head_dim))
+    def heads(name: str, x: Tensor, *layers: Any) -> list[Tensor]:
+        projected = fuse.projections(name, x, layers)
+        return [t.unflatten(-1, (-1, attn.head_dim)) for t in projected]
 
     def rotate(x: Tensor, tables: Rotary) -> Tensor:
         return apply_rotary_emb(x, tables, sequence_dim=1)
@@ -182,11 +183,11 @@ def attend(
     if image_rotary_emb is not None:
         cos, sin = image_rotary_emb
         image_rotary_emb = cos.to(hidden_states.device), sin.to(hidden_states.device)
-    query, key, value = (heads(p, hidden_states) for p in (attn.to_q, attn.to_k, attn.to_v))
+    query, key, value = heads(QKV, hidden_states, attn.to_q, attn.to_k, attn.to_v)
     streams = [Stream(query, key, attn.norm_q, attn.norm_k)]
     if encoder_hidden_states is not None:
-        projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-        query, key, text_value = (heads(p, encoder_hidden_states) for p in projections)
+        layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        query, key, text_value = heads(TEXT_QKV, encoder_hidden_states, *layers)
         streams.insert(0, Stream(query, key, attn.norm_added_q, attn.norm_added_k))
         value = torch.cat([text_value, value], dim=1)
 
@@ -228,7 +229,7 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.FluxAttention",
             attention,
-            "QK-norm + RoPE in one launch",
+            "QKV in one product, QK-norm + RoPE in one launch",
             covers=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
             sources=(
                 "FluxAttention.forward",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import handoff, norms
 from ..code import fingerprint, runs_in_turn
-from ..fusions import Fusions
+from ..fusions import GATE_UP, QKV, Fusions
 from ..norms import Norm
 from ..recipe import Chain, Forward, Patch, Recipe
 
@@ -125,9 +125,11 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
     ) -> tuple[Tensor, Tensor | None]:
         tokens = hidden_states.shape[:-1]
         heads = (*tokens, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads)
-        key = self.k_proj(hidden_states).view(heads)
-        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = fuse.projections(QKV, hidden_states, layers)
+        if past_key_values is not None:
+            value = value.contiguous()  # a cache that keeps it shall not keep query and key too
+        query, key, value = query.view(heads), key.view(heads), value.view(heads).transpose(1, 2)
         rotary, rotate = position_embeddings, rotation(turn, position_embeddings)
         if code == QWEN3:
             query, key = fuse.qk_norm_rope(
@@ -163,7 +165,7 @@ def is_attention(module: nn.Module) -> bool | str:
 
 def mlp(fuse: Fusions) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = fuse.projections(GATE_UP, x, (self.gate_proj, self.up_proj))
         return fuse.swiglu_linear(self.down_proj, self.act_fn, gate, up)
 
     return forward
@@ -190,11 +192,11 @@ RECIPE = Recipe(
         Patch(
             is_attention,
             attention,
-            "RoPE in one launch, with QK-norm where there is one",
+            "QKV in one product, RoPE in one launch, with QK-norm where there is one",
             covers=("q_norm", "k_norm"),
             for_class=True,
         ),
-        Patch(is_mlp, mlp, "SwiGLU in one kernel"),
+        Patch(is_mlp, mlp, "gate and up in one product, SwiGLU in one kernel"),
     ),
     chains=in_turn,
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import handoff
-from ..fusions import Fusions
+from ..fusions import QKV, Fusions
 from ..recipe import Forward, Patch, Recipe
 
 MODULE = "diffusers.models.transformers.transformer_ltx"
@@ -42,7 +42,7 @@ def block(fuse: Fusions) -> Forward:
         turned = self.attn1(
             hidden_states=rows, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
         )
-        hidden_states = fuse.residual(hidden_states, turned, gate)
+        hidden_states = fuse.residual(hidden_states, turned, gate, reader=self.attn2)
         crossed = self.attn2(
             hidden_states,
             encoder_hidden_states=encoder_hidden_states,
@@ -150,10 +150,14 @@ def attend(
         return x if image_rotary_emb is None else apply_rotary_emb(x, image_rotary_emb)
 
     if encoder_hidden_states is None or image_rotary_emb is not None:
-        value = attn.to_v(context)
+        if encoder_hidden_states is None:
+            layers = attn.to_q, attn.to_k, attn.to_v
+            query, key, value = fuse.projections(QKV, hidden_states, layers)
+        else:
+            query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
         query, key = fuse.qk_norm_rope(
-            attn.to_q(hidden_states),
-            attn.to_k(context),
+            query,
+            key,
             attn.norm_q,
             attn.norm_k,
             fuse.tables.narrow(image_rotary_emb),
@@ -235,7 +239,8 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.LTXAttention",
             attention,
-            "QK-norm + RoPE in one launch, keys and values of the text once a prompt",
+            "QKV in one product, QK-norm + RoPE in one launch, keys and values of the text once a "
+            "prompt",
             covers=("norm_q", "norm_k"),
             sources=(
                 "LTXAttention.forward",

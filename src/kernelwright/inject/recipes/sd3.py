@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import handoff
-from ..fusions import Fusions
+from ..fusions import QKV, TEXT_QKV, Fusions
 from ..recipe import Forward, Patch, Recipe, full_name
 from ._joint import QUIET, Stream, joint_qk
 from .adaln import adapted, is_adaptive
@@ -124,14 +124,15 @@ def attend(
 ) -> Any:
     """What SD3's attention processor does. It takes no mask."""
 
-    def heads(projection: Any, x: Tensor) -> Tensor:
-        return projection(x).unflatten(-1, (attn.heads, -1))
+    def heads(name: str, x: Tensor, *layers: Any) -> list[Tensor]:
+        projected = fuse.projections(name, x, layers)
+        return [t.unflatten(-1, (attn.heads, -1)) for t in projected]
 
-    query, key, value = (heads(p, hidden_states) for p in (attn.to_q, attn.to_k, attn.to_v))
+    query, key, value = heads(QKV, hidden_states, attn.to_q, attn.to_k, attn.to_v)
     streams = [Stream(query, key, attn.norm_q, attn.norm_k)]
     if encoder_hidden_states is not None:
-        projections = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-        query, key, text_value = (heads(p, encoder_hidden_states) for p in projections)
+        layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        query, key, text_value = heads(TEXT_QKV, encoder_hidden_states, *layers)
         streams.append(Stream(query, key, attn.norm_added_q, attn.norm_added_k))
         value = torch.cat([value, text_value], dim=1)
 
@@ -160,7 +161,7 @@ RECIPE = Recipe(
         Patch(
             is_joint,
             attention,
-            "QK-norm of both streams, written side by side",
+            "QKV in one product, QK-norm of both streams, written side by side",
             covers=NORMS,
             sources=("Attention.forward", f"{PROCESSOR}.__call__"),
             written_for=("bdde2630dad5",),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import handoff
-from ..fusions import Fusions
+from ..fusions import QKV, Fusions
 from ..recipe import Forward, Patch, Recipe
 
 MODULE = "diffusers.models.transformers.transformer_wan"
@@ -113,14 +113,17 @@ def attend(
     if attn.add_k_proj is not None and context is not None:
         length = context.shape[1] - TEXT_TOKENS
         picture, context = context[:, :length], context[:, length:]
-    if context is None:
-        context = hidden_states
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(2, (attn.heads, -1))
 
-    value = heads(attn.to_v(context))
-    query, key = normed_and_turned(fuse, attn, hidden_states, context, rotary)
+    if context is None:
+        layers = attn.to_q, attn.to_k, attn.to_v
+        query, key, value = fuse.projections(QKV, hidden_states, layers)
+    else:
+        query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+    query, key = normed_and_turned(fuse, attn, query, key, rotary)
+    value = heads(value)
     rows = fuse.attention(query, key, value, None, attn.processor).flatten(2, 3).type_as(query)
     if picture is not None:
         key = heads(attn.norm_added_k(attn.add_k_proj(picture)))
@@ -133,14 +136,13 @@ def attend(
 
 
 def normed_and_turned(
-    fuse: Fusions, attn: Any, hidden_states: Tensor, context: Tensor, rotary: Rotary | None
+    fuse: Fusions, attn: Any, query: Tensor, key: Tensor, rotary: Rotary | None
 ) -> tuple[Tensor, Tensor]:
-    """Query and key [batch, tokens, heads, dim]."""
+    """Query and key [batch, tokens, heads, dim], of such [batch, tokens, heads * dim]."""
 
     def turn(x: Tensor) -> Tensor:
         return x if rotary is None else rotate(x, rotary)
 
-    query, key = attn.to_q(hidden_states), attn.to_k(context)
     if rotary is None or torch.promote_types(query.dtype, rotary[0].dtype) == torch.float32:
         return fuse.qk_norm_rope(
             query,
@@ -181,7 +183,7 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.WanAttention",
             attention,
-            "QK-norm + RoPE in one launch",
+            "QKV in one product, QK-norm + RoPE in one launch",
             covers=("norm_q", "norm_k"),
             sources=(
                 "WanAttention.forward",

@@ -34,7 +34,7 @@ def modulate(
     >>> modulate(torch.ones(1, 2), torch.ones(2), torch.zeros(2))
     tensor([[2., 2.]])
     """
-    return MODULATE(x, scale, shift, out=out, exact=exact, backend=backend)
+    return MODULATE.run(x, scale, shift, out=out, exact=exact, backend=backend)
 
 
 def adaln_rmsnorm(
@@ -59,7 +59,9 @@ def adaln_rmsnorm(
     >>> adaln_rmsnorm(torch.tensor([[3.0, 4.0]]), None, torch.ones(2), None)
     tensor([[1.6971, 2.2627]])
     """
-    return ADALN_RMSNORM(input, weight, scale, shift, eps, out=out, exact=exact, backend=backend)
+    return ADALN_RMSNORM.run(
+        input, weight, scale, shift, eps, out=out, exact=exact, backend=backend
+    )
 
 
 def adaln_layernorm(
@@ -86,7 +88,7 @@ def adaln_layernorm(
     >>> adaln_layernorm(torch.tensor([[1.0, 3.0]]), None, torch.ones(2), torch.ones(2))
     tensor([[-1.0000,  3.0000]])
     """
-    return ADALN_LAYERNORM(
+    return ADALN_LAYERNORM.run(
         input, weight, scale, shift, bias, eps, out=out, exact=exact, backend=backend
     )
 
@@ -116,7 +118,9 @@ def adaln_zero(
     >>> adaln_zero(torch.tensor([[3.0, 4.0]]), None, None, None, torch.zeros(2))
     tensor([[0., 0.]])
     """
-    return ADALN_ZERO(input, weight, scale, shift, gate, eps, out=out, exact=exact, backend=backend)
+    return ADALN_ZERO.run(
+        input, weight, scale, shift, gate, eps, out=out, exact=exact, backend=backend
+    )
 
 
 def _check(op: str, x: Tensor, name: str = "input", **parts: Tensor | None) -> None:

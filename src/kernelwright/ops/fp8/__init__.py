@@ -21,20 +21,26 @@ MULTIPLE = 16  # of both widths of a weight, which the tensor cores ask for
 
 
 def quantize(
-    x: Tensor, up: Tensor | None = None, activation: str = "none", *, backend: str | None = None
+    x: Tensor,
+    up: Tensor | None = None,
+    activation: str = "none",
+    left: Tensor | None = None,
+    *,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """act(x) * up in eight bits [..., K], and the scale of each row [..., 1] in float32.
+    """act(x) * up in eight bits [..., K], and the scale of each row [..., 1] in float32. With
+    `left` [..., L] the rows are [..., L + K]: left as it is, and the other behind it.
 
     >>> rows, scale = quantize(torch.tensor([[1.0, -2.0]]))
     >>> rows.float() * scale
     tensor([[ 1., -2.]])
     """
-    return QUANTIZE(x, up, activation, backend=backend)
+    return QUANTIZE.run(x, up, activation, left, backend=backend)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [N, K] in eight bits, and the scale of each of its rows [N, 1]."""
-    return reference.quantize(weight.detach(), None, "none")
+    return reference.quantize(weight.detach())
 
 
 def product(
@@ -88,24 +94,37 @@ def unsupported(device: int) -> str | None:
     return f"eight-bit floats need compute capability 8.9, this GPU has {major}.{minor}"
 
 
-def _check(x: Tensor, up: Tensor | None, activation: str) -> None:
+def _check(x: Tensor, up: Tensor | None, activation: str, left: Tensor | None) -> None:
     checks.tensor("quantize", "x", x)
     checks.choice("quantize", "activation", activation, tuple(ACTIVATIONS))
     if up is not None:
         checks.like("quantize", "up", up, x, "x")
+    if left is not None:
+        checks.tensor("quantize", "left", left)
+        if left.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"quantize: left has shape {list(left.shape)}, x has {list(x.shape)}; "
+                f"expected one number of rows"
+            )
 
 
-def _allocate(x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+def _allocate(
+    x: Tensor, up: Tensor | None, activation: str, left: Tensor | None
+) -> tuple[Tensor, ...]:
+    *lead, width = x.shape
+    if left is not None:
+        width += left.shape[-1]
     return (
-        torch.empty(x.shape, dtype=DTYPE, device=x.device),
-        torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device),
+        torch.empty((*lead, width), dtype=DTYPE, device=x.device),
+        torch.empty((*lead, 1), dtype=torch.float32, device=x.device),
     )
 
 
 QUANTIZE = Op(
     name="quantize",
-    schema='(Tensor x, Tensor? up=None, str activation="none") -> (Tensor, Tensor)',
-    formula="q, s: q · s is act(x) · up",
+    schema='(Tensor x, Tensor? up=None, str activation="none", Tensor? left=None) '
+    "-> (Tensor, Tensor)",
+    formula="q, s: q · s is left, act(x) · up",
     check=_check,
     allocate=_allocate,
     reference=reference.quantize,

@@ -17,12 +17,16 @@ ACTIVATIONS = {
 }
 
 
-def quantize(x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    """act(x) * up in eight bits, and what to multiply each row with: [..., K] -> [..., 1]. The
-    largest element of a row becomes the largest number there is."""
+def quantize(
+    x: Tensor, up: Tensor | None = None, activation: str = "none", left: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """act(x) * up, behind `left`, in eight bits, and what to multiply each row with: [..., K] ->
+    [..., 1]. The largest element of a row becomes the largest number there is."""
     y = ACTIVATIONS[activation](x.float())
     if up is not None:
         y = y * up.float()
+    if left is not None:
+        y = torch.cat([left.float(), y], -1)
     largest = y.abs().amax(-1, keepdim=True) if y.shape[-1] else y.new_zeros(*y.shape[:-1], 1)
     largest = torch.where(largest == 0, LARGEST, largest)
     # written so that CPU and GPU round alike: a number over a tensor is not the same on both

@@ -1,4 +1,8 @@
-"""Rows in eight bits: a program takes a row, which it reads once."""
+"""Rows in eight bits: a program reads its rows once.
+
+As in the row kernel, a row is a head of the largest power of two and a tail of what is left. The
+left part of a joined row is a block of its own, under the same scale.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import triton.language as tl
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch
 from ..glu.triton import activate
-from ..row.triton import load, locate, place
+from ..row.triton import eight_bit_scales, head_and_tail, load, locate, place
 from ..rows import rows_of
 
 if TYPE_CHECKING:
@@ -19,76 +23,131 @@ if TYPE_CHECKING:
 WIDEST = 32768  # 64 elements a thread: more would spill
 
 
-@triton.jit(do_not_specialize=["n_middle", "n_inner"])
+@triton.jit
+def largest(b):
+    return tl.max(tl.abs(b), 1)
+
+
+@triton.jit
+def operand(x, up, o_x, o_up, o_n, m, ACT: tl.constexpr):
+    """act(x) * up"""
+    b = load(x, o_x, o_n, m)
+    if ACT != "none":
+        b = activate(b, ACT)
+    if up is not None:
+        b *= load(up, o_up, o_n, m)
+    return b
+
+
+@triton.jit
+def write(p, b, b_in, o_n, m):
+    tl.store(p + o_n, (b * b_in[:, None]).to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["rows", "n_middle", "n_inner"])
 def quantize_kernel(
     x,
     up,
+    left,
     y,
     scale,
+    rows,
     n_middle,
     n_inner,
     x_outer,
     x_middle,
     up_outer,
     up_middle,
+    left_outer,
+    left_middle,
     y_outer,
     y_middle,
     x_inner: tl.constexpr,
     up_inner: tl.constexpr,
+    left_inner: tl.constexpr,
     y_inner: tl.constexpr,
     N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    LEFT: tl.constexpr,
+    LEFT_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     DIMS: tl.constexpr,
     ACT: tl.constexpr,
-    LARGEST: tl.constexpr,
 ):
-    i_row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = (i_row < rows)[:, None]
     i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
     o_x = place(i_outer, i_middle, i_inner, x_outer, x_middle, x_inner, DIMS)
-    o_y = place(i_outer, i_middle, i_inner, y_outer, y_middle, y_inner, DIMS)
-    o_n = tl.arange(0, BLOCK)[None, :]
-    m_n = o_n < N
+    o_up = place(i_outer, i_middle, i_inner, up_outer, up_middle, up_inner, DIMS)
+    o_left = place(i_outer, i_middle, i_inner, left_outer, left_middle, left_inner, DIMS)
+    p_y = y + place(i_outer, i_middle, i_inner, y_outer, y_middle, y_inner, DIMS)
 
-    b_y = load(x, o_x, o_n, m_n)
-    if ACT != "none":
-        b_y = activate(b_y, ACT)
-    if up is not None:
-        o_up = place(i_outer, i_middle, i_inner, up_outer, up_middle, up_inner, DIMS)
-        b_y *= load(up, o_up, o_n, m_n)
+    o_h = tl.arange(0, HEAD)[None, :]
+    m_h = m_row & (o_h < N)
+    b_h = operand(x, up, o_x, o_up, o_h, m_h, ACT)
+    b_largest = largest(b_h)
+    if TAIL > 0:
+        o_t = HEAD + tl.arange(0, TAIL)[None, :]
+        m_t = m_row & (o_t < N)
+        b_t = operand(x, up, o_x, o_up, o_t, m_t, ACT)
+        b_largest = tl.maximum(b_largest, largest(b_t))
+    if left is not None:
+        o_l = tl.arange(0, LEFT_BLOCK)[None, :]
+        m_l = m_row & (o_l < LEFT)
+        b_l = load(left, o_left, o_l, m_l)
+        b_largest = tl.maximum(b_largest, largest(b_l))
 
-    b_largest = tl.max(tl.abs(b_y), 1)
-    b_largest = tl.where(b_largest == 0.0, LARGEST, b_largest)
-    b_y *= (tl.div_rn(1.0 + 0.0 * b_largest, b_largest) * LARGEST)[:, None]
-    tl.store(y + o_y + o_n, b_y.to(y.dtype.element_ty), mask=m_n)
-    tl.store(scale + i_row, b_largest * (1.0 / LARGEST))
+    b_in, b_out = eight_bit_scales(b_largest)
+    write(p_y + LEFT, b_h, b_in, o_h, m_h)
+    if TAIL > 0:
+        write(p_y + LEFT, b_t, b_in, o_t, m_t)
+    if left is not None:
+        write(p_y, b_l, b_in, o_l, m_l)
+    tl.store(scale + i_row, b_out, mask=i_row < rows)
+
+
+# elements of a program that takes several rows, and those of a thread; not tuned yet
+NARROW, PER_THREAD, MAX_WARPS = 2048, 16, 16
 
 
 def plan(call: Call) -> TritonLaunch:
-    width = call["x"].shape[-1]
-    if width > WIDEST:
-        raise Unsupported(f"rows of {width} elements, the kernel holds {WIDEST}")
+    x, up, left, out = (call[n] for n in ("x", "up", "left", "out"))
+    width, left_width = x.shape[-1], 0 if left is None else left.shape[-1]
+    if out.shape[-1] > WIDEST:
+        raise Unsupported(f"rows of {out.shape[-1]} elements, the kernel holds {WIDEST}")
+    if not width or (left is not None and not left_width):
+        raise Unsupported("a part of its rows is empty")
     if call.target.capability < (8, 9):
         raise Unsupported("eight-bit floats need compute capability 8.9")
-    up = call["up"]
-    tensors = [call["x"], call["x"] if up is None else up, call["out"]]
-    rows = rows_of(call["out"].shape, tensors)
+    rows = rows_of(out.shape, [x, up, left, out])
     sizes, strides = rows.padded()
-    block = triton.next_power_of_2(width)
+    head, tail = head_and_tail(width)
+    left_block = triton.next_power_of_2(left_width) if left_width else 0
+    block = head + tail + left_block
+    tile = 1
+    while 2 * tile * block <= NARROW:
+        tile *= 2
+    warps = max(1, min(MAX_WARPS, tile * block // (32 * PER_THREAD)))
     return TritonLaunch(
         kernel=quantize_kernel,
-        grid=(rows.count,),
-        pointers=("x", "up", "out", "scale"),
-        scalars=(sizes[1], sizes[2], *(s for p in strides for s in p[:2])),
+        grid=(triton.cdiv(rows.count, tile),),
+        pointers=("x", "up", "left", "out", "scale"),
+        scalars=(rows.count, sizes[1], sizes[2], *(s for p in strides for s in p[:2])),
         constants={
             "x_inner": strides[0][2],
             "up_inner": strides[1][2],
-            "y_inner": strides[2][2],
+            "left_inner": strides[2][2],
+            "y_inner": strides[3][2],
             "N": width,
-            "BLOCK": block,
+            "HEAD": head,
+            "TAIL": tail,
+            "LEFT": left_width,
+            "LEFT_BLOCK": left_block,
+            "ROWS": tile,
             "DIMS": len(rows.sizes),
             "ACT": "gelu_erf" if call["activation"] == "gelu" else call["activation"],
-            "LARGEST": 448.0,
         },
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=1 << (warps.bit_length() - 1),
         alignment=min(16, call.alignment),
     )

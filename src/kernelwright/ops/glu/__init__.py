@@ -34,7 +34,7 @@ def geglu(
     >>> geglu(torch.tensor([[2.0, 1.0]]), approximate=False)
     tensor([[1.6827]])
     """
-    return GEGLU(input, approximate, gate, out=out, exact=exact, backend=backend)
+    return GEGLU.run(input, approximate, gate, out=out, exact=exact, backend=backend)
 
 
 def swiglu(
@@ -56,7 +56,7 @@ def swiglu(
     >>> swiglu(torch.tensor([[1.0, 2.0]]))
     tensor([[1.4621]])
     """
-    return SWIGLU(input, gate, out=out, exact=exact, backend=backend)
+    return SWIGLU.run(input, gate, out=out, exact=exact, backend=backend)
 
 
 def silu_mul(
@@ -77,7 +77,7 @@ def silu_mul(
     >>> silu_mul(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
     tensor([[1.4621]])
     """
-    return SILU_MUL(gate, up, out=out, exact=exact, backend=backend)
+    return SILU_MUL.run(gate, up, out=out, exact=exact, backend=backend)
 
 
 def _check(op: str, input: Tensor, gate: str, approximate: bool = True) -> None:

@@ -22,21 +22,27 @@ template <bool FAST> struct Silu {
   static __device__ __forceinline__ float of(float x) { return logistic<FAST>(x, x); }
 };
 
-// 0.5 x (1 + tanh(u)), which is x / (1 + exp(-2u)) without the cancellation
+// GELU is 0.5 x (1 + odd(x)). FAST takes 0.5 x (1 + tanh(u)) as x / (1 + exp(-2u)), without the
+// cancellation; the other is what PyTorch computes.
 template <bool FAST> struct GeluTanh {
-  static __device__ __forceinline__ float of(float x) {
+  static __device__ __forceinline__ float inner(float x) {
     constexpr float BETA = 1.41421356237309504880 * 1.12837916709551257390 * 0.5, KAPPA = 0.044715;
-    const float cube = x * x * x, u = BETA * (x + KAPPA * cube);
-    if constexpr (FAST) return logistic<FAST>(x, 2.f * u);
-    return 0.5f * x * (1.f + tanhf(u));
+    const float cube = x * x * x;
+    return BETA * (x + KAPPA * cube);
+  }
+  static __device__ __forceinline__ float odd(float x) { return tanhf(inner(x)); }
+  static __device__ __forceinline__ float of(float x) {
+    if constexpr (FAST) return logistic<FAST>(x, 2.f * inner(x));
+    return 0.5f * x * (1.f + odd(x));
   }
 };
 
 template <bool FAST> struct GeluErf {
-  static __device__ __forceinline__ float of(float x) {
+  static __device__ __forceinline__ float odd(float x) {
     constexpr float ALPHA = 0.70710678118654752440;
-    return x * 0.5f * (1.f + erff(x * ALPHA));
+    return erff(x * ALPHA);
   }
+  static __device__ __forceinline__ float of(float x) { return x * 0.5f * (1.f + odd(x)); }
 };
 
 // H: width of a row of a, b and y. A, B: where a and b begin in the rows they are given in.

@@ -36,7 +36,7 @@ def layernorm(
     >>> layernorm(torch.tensor([[1.0, 3.0]]))
     tensor([[-1.0000,  1.0000]])
     """
-    return LAYERNORM(input, weight, bias, eps, out=out, exact=exact, backend=backend)
+    return LAYERNORM.run(input, weight, bias, eps, out=out, exact=exact, backend=backend)
 
 
 def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:

@@ -6,9 +6,11 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, selection
+from ..gelu import GELU
 from ..op import MAX_PLANS, Composite
 from . import cases, reference, whole
 
@@ -35,7 +37,8 @@ def linear_gelu(
         exact: "torch" is F.gelu(F.linear(x, weight, bias)) itself. The epilogue skips its rounding
             between the two.
         backend: "torch" or "cublaslt" (the epilogue); None takes the one of `use_backend`, or the
-            epilogue where it is faster. A named one runs or raises.
+            epilogue where it is faster, and elsewhere F.linear and `gelu`. A named one runs or
+            raises.
 
     >>> linear_gelu(torch.ones(1, 2), torch.tensor([[0.5, 0.5]]), torch.zeros(1))
     tensor([[0.8412]])
@@ -59,7 +62,10 @@ def linear_gelu(
         return out.view(*x.shape[:-1], weight.shape[0])
     if torch.compiler.is_compiling() and not mixed:
         return whole.node(x, weight, bias, approximate)
-    return reference.linear_gelu(x, weight, bias, approximate)
+    if backend == "torch" or mixed or _recording(x, weight, bias):
+        return reference.linear_gelu(x, weight, bias, approximate)
+    # the bits of the eager chain, which a graph keeps whole
+    return GELU(F.linear(x, weight, bias), approximate, exact="torch", backend="auto")
 
 
 def _kept(
@@ -127,9 +133,14 @@ def _problem(
         return "autocast is on"
     if 0 in (*x.shape, *weight.shape):
         return "a tensor is empty"
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad):
+    if _recording(x, weight, bias):
         return "it has no gradient: GELU's needs the product before it"
     return None
+
+
+def _recording(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is done to these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 @selection.given

@@ -47,7 +47,7 @@ def qk_norm_rope(
     >>> x = torch.ones(1, 1, 1, 2)
     >>> q, k = qk_norm_rope(x, x)
     """
-    return QK_NORM_ROPE(
+    return QK_NORM_ROPE.run(
         query,
         key,
         q_weight,

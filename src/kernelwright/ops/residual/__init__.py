@@ -33,7 +33,7 @@ def gated_residual(
     >>> gated_residual(torch.ones(1, 2), torch.ones(1, 2), torch.full((2,), 0.5))
     tensor([[1.5000, 1.5000]])
     """
-    return GATED_RESIDUAL(residual, x, gate, out=out, exact=exact, backend=backend)
+    return GATED_RESIDUAL.run(residual, x, gate, out=out, exact=exact, backend=backend)
 
 
 def gated_residual_norm(
@@ -69,7 +69,7 @@ def gated_residual_norm(
     tensor([[2., 2.]])
     """
     given = None if out is None and residual_out is None else (out, residual_out)
-    return GATED_RESIDUAL_NORM(
+    return GATED_RESIDUAL_NORM.run(
         residual,
         x,
         gate,

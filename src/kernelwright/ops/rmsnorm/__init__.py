@@ -35,7 +35,7 @@ def rmsnorm(
     >>> rmsnorm(torch.tensor([[3.0, 4.0]]))
     tensor([[0.8485, 1.1314]])
     """
-    return RMSNORM(input, weight, eps, out=out, exact=exact, backend=backend)
+    return RMSNORM.run(input, weight, eps, out=out, exact=exact, backend=backend)
 
 
 def rmsnorm_residual(
@@ -62,7 +62,9 @@ def rmsnorm_residual(
     tensor([[2., 2.]])
     """
     given = None if out is None and residual_out is None else (out, residual_out)
-    return RMSNORM_RESIDUAL(input, residual, weight, eps, out=given, exact=exact, backend=backend)
+    return RMSNORM_RESIDUAL.run(
+        input, residual, weight, eps, out=given, exact=exact, backend=backend
+    )
 
 
 def _check(input: Tensor, weight: Tensor | None, eps: float) -> None:

@@ -38,7 +38,7 @@ def apply_rope(
     >>> apply_rope(torch.ones(1, 1, 2), torch.zeros(1, 1), torch.ones(1, 1))
     tensor([[[-1.,  1.]]])
     """
-    return APPLY_ROPE(x, cos, sin, layout, inplace=inplace, exact=exact, backend=backend)
+    return APPLY_ROPE.run(x, cos, sin, layout, inplace=inplace, exact=exact, backend=backend)
 
 
 def apply_rope_qk(
@@ -61,7 +61,7 @@ def apply_rope_qk(
     >>> x = torch.ones(1, 1, 2)
     >>> q, k = apply_rope_qk(x, x, torch.zeros(1, 1), torch.ones(1, 1))
     """
-    return APPLY_ROPE_QK(
+    return APPLY_ROPE_QK.run(
         query, key, cos, sin, layout, inplace=inplace, exact=exact, backend=backend
     )
 

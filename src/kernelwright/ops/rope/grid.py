@@ -186,7 +186,7 @@ def _on_grid(
                 f"{op}: {name} has {t.shape[1]} tokens, num_frames * height * width is {tokens}"
             )
     cos, sin = grid_tables(grid, dims, thetas, query.device)
-    return APPLY_ROPE_QK(query, key, cos, sin, layout, inplace=inplace, backend=backend)
+    return APPLY_ROPE_QK.run(query, key, cos, sin, layout, inplace=inplace, backend=backend)
 
 
 def _grid(function: Any, formula: str, grid_cases: Any) -> Composite:

@@ -34,7 +34,8 @@ PLACED = ("x", "residual", "gate", "scale", "shift", "out_gate", "y", "sum")
 @dataclass(frozen=True)
 class RowKernel:
     """Which argument of the op is which part of the row kernel. `norm` is "rms", "layer", "none",
-    or the name of the argument that says so."""
+    or the name of the argument that says so. `eight` and `eight_scale` are the result once more in
+    eight bits (float8 e4m3, a scale a row), made by Triton where the argument `wanted` says so."""
 
     norm: str
     x: str = "input"
@@ -47,6 +48,9 @@ class RowKernel:
     shift: str = ""
     out_gate: str = ""
     sum: str = ""
+    eight: str = ""
+    eight_scale: str = ""
+    wanted: str = ""
 
     def triton(self, call: Call) -> Launch:
         from .triton import plan
@@ -62,7 +66,9 @@ class RowKernel:
         names = tuple(getattr(self, part) for part in PARTS)
         tensors = {p: call[n] if n else None for p, n in zip(PARTS, names, strict=True)}
         norm = call.get(self.norm, self.norm)
-        return RowCall(tensors, names, norm, float(call.get("eps", 0.0)))
+        eight = (self.eight, self.eight_scale)
+        wanted = bool(call.get(self.wanted, False))
+        return RowCall(tensors, names, norm, float(call.get("eps", 0.0)), eight, wanted)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,8 @@ class RowCall:
     pointers: tuple[str, ...]
     norm: str
     eps: float
+    eight: tuple[str, str] = ("", "")
+    wanted: bool = False
 
     @property
     def width(self) -> int:

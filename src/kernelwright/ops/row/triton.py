@@ -71,7 +71,18 @@ def operand(p, o_row, o_n, m, ABSENT: tl.constexpr):
         return ABSENT
 
 
-@triton.jit(do_not_specialize=["rows", "n_middle", "n_inner"])
+LARGEST = tl.constexpr(448.0)  # of float8 e4m3
+
+
+@triton.jit
+def eight_bit_scales(b_largest):
+    """What to multiply rows with for eight bits, and what with to come back, given the largest
+    element of each."""
+    b_largest = tl.where(b_largest == 0.0, LARGEST, b_largest)
+    return tl.div_rn(1.0 + 0.0 * b_largest, b_largest) * LARGEST, b_largest * (1.0 / LARGEST)
+
+
+@triton.jit(do_not_specialize=["rows", "n_middle", "n_inner", "wanted"])
 def row_kernel(
     x,
     residual,
@@ -83,6 +94,8 @@ def row_kernel(
     out_gate,
     y,
     sum,
+    eight,
+    eight_scale,
     rows,
     n_middle,
     n_inner,
@@ -103,6 +116,7 @@ def row_kernel(
     sum_outer,
     sum_middle,
     eps,
+    wanted,
     x_inner: tl.constexpr,
     residual_inner: tl.constexpr,
     gate_inner: tl.constexpr,
@@ -178,11 +192,28 @@ def row_kernel(
             b_h *= b_rstd
             if TAIL > 0:
                 b_t *= b_rstd
-        b_y = ((b_h * b_wh + b_bh) * (1.0 + b_ch) + b_sh) * b_gh
-        tl.store(y + o_y + o_h, b_y.to(y.dtype.element_ty), mask=m_h2)
+        b_h = (((b_h * b_wh + b_bh) * (1.0 + b_ch) + b_sh) * b_gh).to(y.dtype.element_ty)
+        tl.store(y + o_y + o_h, b_h, mask=m_h2)
         if TAIL > 0:
-            b_y = ((b_t * b_wt + b_bt) * (1.0 + b_ct) + b_st) * b_gt
-            tl.store(y + o_y + o_t, b_y.to(y.dtype.element_ty), mask=m_t2)
+            b_t = (((b_t * b_wt + b_bt) * (1.0 + b_ct) + b_st) * b_gt).to(y.dtype.element_ty)
+            tl.store(y + o_y + o_t, b_t, mask=m_t2)
+
+    if eight is not None:  # noqa: SIM102
+        # asked while it runs: the same code whether wanted or not, so the rows have the same bits
+        if wanted != 0:
+            b_qh = b_h.to(tl.float32)
+            b_largest = tl.max(tl.abs(b_qh), 1)
+            if TAIL > 0:
+                b_qt = b_t.to(tl.float32)
+                b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_qt), 1))
+            b_in, b_out = eight_bit_scales(b_largest)
+            p_e = eight + (i_row * N)[:, None]
+            b_qh = (b_qh * b_in[:, None]).to(eight.dtype.element_ty)
+            tl.store(p_e + o_h, b_qh, mask=m_row & m_h)
+            if TAIL > 0:
+                b_qt = (b_qt * b_in[:, None]).to(eight.dtype.element_ty)
+                tl.store(p_e + o_t, b_qt, mask=m_row & m_t)
+            tl.store(eight_scale + i_row, b_out, mask=i_row < rows)
 
 
 # 2, 4 and 8 warps were tried on H200 at 4608x24x128, 2x2688x2048, 4608x3072 and 4096x4096: 16 to 24
@@ -191,14 +222,19 @@ def row_kernel(
 NARROW, PER_THREAD, MAX_WARPS = 2048, 16, 16
 
 
+def head_and_tail(width: int) -> tuple[int, int]:
+    """The blocks that hold a row: powers of two, the second may be 0."""
+    head = 1 << (width.bit_length() - 1)
+    tail = triton.next_power_of_2(width - head) if width > head else 0
+    # a masked block beats two tiny ones
+    return (2 * head, 0) if head < 64 and tail else (head, tail)
+
+
 def plan(row: RowCall, call: Call) -> TritonLaunch:
     rows = row.rows()
     sizes, strides = rows.padded()
     width = row.width
-    head = 1 << (width.bit_length() - 1)
-    tail = triton.next_power_of_2(width - head) if width > head else 0
-    if head < 64 and tail:  # a masked block beats two tiny ones
-        head, tail = 2 * head, 0
+    head, tail = head_and_tail(width)
     tile = 1
     while tile * head * 2 <= NARROW and head <= 512:
         tile *= 2
@@ -219,8 +255,8 @@ def plan(row: RowCall, call: Call) -> TritonLaunch:
     return TritonLaunch(
         kernel=row_kernel,
         grid=(triton.cdiv(rows.count, tile),),
-        pointers=row.pointers,
-        scalars=(rows.count, sizes[1], sizes[2], *outer_middle, row.eps),
+        pointers=(*row.pointers, *row.eight),
+        scalars=(rows.count, sizes[1], sizes[2], *outer_middle, row.eps, int(row.wanted)),
         constants={
             **{f"{name}_inner": stride for name, stride in inner.items()},
             "N": width,

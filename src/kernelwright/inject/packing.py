@@ -1,0 +1,194 @@
+"""Linear layers that are given the same input, with their weights side by side in memory.
+
+Query, key and value are then one product, and so are the two projections of a gated feed-forward.
+The weights stay the parameters they were: same names, shapes and values. Only their memory is
+other: slices of one block, each with a storage of its own, so that saving, copying or moving one of
+them sees that one alone. The block lives as long as one of its slices, and nothing is kept beside
+them. Whether they still lie in it is asked of their addresses at every call, so a weight that was
+moved, swapped or loaded anew is seen, and they are packed again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import dlpack
+from torch.utils.weak import TensorWeakRef
+
+from .graphs import memory
+from .graphs.capture import capturing, relocated
+
+# PyTorch's own allocations on the CPU start at multiples of this
+CPU_ALIGNMENT = 64
+# weights that leave their block after fewer than CALLS calls, and LIMIT times so, belong to
+# somebody who moves them about, such as group offload
+CALLS, LIMIT = 8, 3
+# so many bytes of old weights may stay with the allocator, in pieces too small for the next block
+RESERVE = 2**30
+
+UNLIKE = "its layers differ in dtype, device, input or bias"
+MOVED = "its weights are moved about"
+
+
+class Packed(NamedTuple):
+    """The weights of several layers as one: [sum of outputs, inputs], and the bias or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class _Group:
+    """What is known of layers that belong together."""
+
+    facts: Any = None  # of the weights as they were packed, or found not to be for it
+    why: str | None = None  # why they are not packed
+    blocks: tuple[TensorWeakRef, ...] = ()
+    sizes: tuple[int, ...] = ()
+    calls: int = 0
+    moved: int = 0
+
+
+_groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
+_lock = threading.Lock()
+_freed = [0]  # bytes of old weights that the allocator may still hold
+
+
+def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
+    """Plain linear layers as one for `x`, or why they are not. If they may be packed now, they
+    are."""
+    own = [layer._parameters for layer in layers]  # the way through the attribute takes longer
+    weights: list[Any] = [p["weight"] for p in own]
+    first = weights[0]
+    if type(x) is not Tensor or any(type(w) is not nn.Parameter for w in weights):
+        return "tensors of a class of their own"
+    if x.dtype != first.dtype or x.device != first.device:
+        return "its dtype or device changes"
+    if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
+        return "gradients are recorded"
+    if torch.is_autocast_enabled(x.device.type) or torch.jit.is_tracing():
+        return "its weights are read in another way"
+    biases: list[Any] = [b for p in own if (b := p["bias"]) is not None]
+    group = _groups.get(layers[0])
+    blocks = _blocks(group, weights + biases)
+    if group is None or blocks is None:
+        if group is not None and group.moved >= LIMIT:
+            return MOVED
+        if why := not_now(x.device):
+            return why
+        with _lock:
+            group = _groups.setdefault(layers[0], _Group())
+            blocks = _blocks(group, weights + biases)
+            if blocks is None:
+                blocks = _pack(group, weights, biases)
+    if group.why is not None:
+        return group.why
+    group.calls += 1
+    return Packed(blocks[0], blocks[1] if biases else None, group.sizes)
+
+
+def not_now(device: torch.device) -> str | None:
+    """Why no weight may be given other memory at this moment."""
+    if capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return "a graph was recorded before it had run once"
+    if torch._C._len_torch_dispatch_stack():
+        return "something looks on at every operation"
+    return None
+
+
+def _facts(weights: list[Any]) -> Any:
+    """Where weights lie, and how they are read."""
+    return [(w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
+
+
+def _blocks(group: _Group | None, weights: list[Any]) -> list[Any] | None:
+    """The blocks of weights that are as they were left, or None."""
+    if group is None or group.facts != _facts(weights):
+        return None
+    blocks = [block() for block in group.blocks]
+    # other memory may have come to lie at the same address
+    return None if any(block is None for block in blocks) else blocks
+
+
+def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:
+    if group.blocks:
+        group.moved += group.calls < CALLS
+    blocks: list[Tensor] = []
+    group.why = _unfit(weights, biases)
+    if group.moved >= LIMIT:
+        group.why = MOVED
+    if group.why is None:
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                blocks = [_side_by_side(parts) for parts in (weights, biases) if parts]
+        except torch.OutOfMemoryError:
+            group.why = "there was no memory to pack its weights"
+        _settle(weights)
+        relocated()
+    group.blocks, group.calls = tuple(map(TensorWeakRef, blocks)), 0
+    group.sizes = tuple(map(len, weights))
+    group.facts = _facts(weights + biases)
+    return blocks
+
+
+def _unfit(weights: list[Any], biases: list[Any]) -> str | None:
+    """Why these weights cannot lie side by side, or None if they can."""
+    first = weights[0]
+    if first.device.type not in ("cpu", "cuda"):
+        return f"weights on {first.device.type}"
+    kinds = {(w.dtype, w.device, w.shape[1]) for w in weights}
+    if len(kinds) > 1 or len(biases) not in (0, len(weights)):
+        return UNLIKE
+    if any(type(b) is not nn.Parameter or b.dtype != first.dtype for b in biases):
+        return UNLIKE
+    everything = [*weights, *biases]
+    if len({id(w) for w in everything}) < len(everything) or not all(map(_is_alone, everything)):
+        return "one of its weights shares its memory"
+    # cuBLASLt chooses a kernel by the alignment of its operands: each layer alone must keep its own
+    step = memory.ALIGNMENT if first.is_cuda else CPU_ALIGNMENT
+    if any(w.nbytes % step for w in (*weights[:-1], *biases[:-1])):
+        return f"one of its weights is no multiple of {step} bytes"
+    return None
+
+
+def _is_alone(weight: Any) -> bool:
+    """Whether a weight is all that lies in its memory, and nobody else holds on to that."""
+    if type(weight.data) is not Tensor or weight.is_inference() or not weight.is_contiguous():
+        return False
+    if not weight.is_cuda and (weight.is_shared() or weight.is_pinned()):
+        return False  # with other processes, or with copies to a GPU
+    storage = weight.untyped_storage()
+    whole = storage.nbytes() == weight.nbytes > 0
+    # one use is the weight, the other the name `storage`
+    return whole and torch._C._storage_Use_Count(storage._cdata) == 2
+
+
+def _side_by_side(parts: list[Any]) -> Tensor:
+    """Give parameters slices of one new block for their memory; returns the block."""
+    block = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:])).detach()
+    torch.cat([p.detach() for p in parts], out=block)
+    slices = block.split_with_sizes(list(map(len, parts)))
+    for part, piece in zip(parts, slices, strict=True):
+        # through DLPack a slice gets a storage of its own, which keeps the block alive: accelerate
+        # drops all but one of the weights in a storage when it saves them
+        part.data = dlpack.from_dlpack(dlpack.to_dlpack(piece))
+    return block
+
+
+def _settle(weights: list[Any]) -> None:
+    """Wait until weights are in place, for whichever stream comes next; and let go of the memory
+    that they had before, once it is much."""
+    if not weights[0].is_cuda:
+        return
+    torch.cuda.current_stream(weights[0].device).synchronize()
+    _freed[0] += sum(w.nbytes for w in weights)
+    if _freed[0] >= RESERVE:
+        torch.cuda.empty_cache()
+        _freed[0] = 0

@@ -1,0 +1,56 @@
+"""Which GELU kernel to launch, and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...backends.cuda import TYPES, CudaLaunch
+from ..rows import rows_of, vector_width
+
+if TYPE_CHECKING:
+    from ..op import Call
+
+BLOCK = 256
+# The kernel with a table: threads a block, blocks a multiprocessor, and vectors a thread loads at
+# once. 2 x 512 x 4 x 16 bytes are 64 KiB in flight a multiprocessor, on any GPU.
+TABLE_BLOCK, RESIDENT, AHEAD = 512, 2, 4
+# below so many elements the entries of the table cost more than they save
+TABLE_ELEMENTS = 1 << 21
+
+
+def plan(call: Call) -> CudaLaunch:
+    out = call["out"]
+    width, dtype = out.shape[-1], out.dtype
+    rows = rows_of(out.shape, [call["input"], out])
+    sizes, strides = rows.padded()
+    flat = [s for place in strides for s in place]
+    vector = vector_width(width, dtype.itemsize, call.alignment, flat)
+    vectors = rows.count * (width // vector)
+    form = "GeluTanh" if call["approximate"] else "GeluErf"
+    if dtype == torch.bfloat16 and vector == 8 and TABLE_ELEMENTS <= 8 * vectors < 8 << 31:
+        block = TABLE_BLOCK
+        grid = min(RESIDENT * call.target.multiprocessors, -(-vectors // (block * AHEAD)))
+        template = (
+            f"gelu_table<{TYPES[dtype]}, {width}, {block}, {AHEAD}, {len(rows.sizes)}, "
+            f"kernelwright::{form}<false>>"
+        )
+    else:
+        fast = "false" if call.exact or dtype.itemsize == 4 else "true"
+        block, grid = BLOCK, -(-vectors // BLOCK)
+        template = (
+            f"gelu<{TYPES[dtype]}, {width}, {vector}, {block}, {len(rows.sizes)}, "
+            f"kernelwright::{form}<{fast}>>"
+        )
+    return CudaLaunch(
+        source="ops/gelu/cuda.cuh",
+        template=f"kernelwright::{template}",
+        arguments="kernelwright::GeluArgs",
+        grid=grid,
+        block=block,
+        pointers=("input", "out"),
+        layout="6q3I",
+        scalars=(*flat, rows.count, sizes[1], sizes[2]),
+        alignment=min(16, vector * dtype.itemsize),
+    )

@@ -1,0 +1,124 @@
+"""The two functions that every eager call runs through, written out for an op and for a plan.
+
+A call that loops over its arguments, and hands them on by `*args` and keywords, takes longer than
+the driver does. Which tensors there are is known beforehand, so both are compiled from a text that
+names them. What makes an op's arguments safe to name is that nothing else here lacks the leading
+underscore. A call of rmsnorm is
+
+    def call(input, weight, eps, out=None, exact=None, backend=None, inplace=False):
+        _args = input, weight, eps,
+        if _traced() or _modes() or type(input) not in _PLAIN or ... weight.requires_grad):
+            return _op.carefully(_args, out, exact, backend, inplace)
+        if backend is None:
+            backend = _surrounding()
+        try:
+            _key = exact, backend, inplace, input.shape, input.stride(), ..., eps
+            _plan = _op._plans.get(_key if out is None else (_key, _layouts(out)))
+        except (TypeError, AttributeError, RuntimeError):
+            _plan = None
+        if _plan is None:
+            return _op.carefully(_args, out, exact, backend, inplace)
+        return _plan(_args, out)
+
+and the plan that it finds, if nothing has to be copied before the launch,
+
+    def follow(_args, _given):
+        if _given is not None:
+            return _plan.follow_any(_args, _given)
+        input, weight, eps, = _args
+        out, = _allocate(input, weight, eps,)
+        _0, _1, _2, = input.data_ptr(), weight.data_ptr(), out.data_ptr(),
+        if (_0 | _1 | _2) & 15:
+            return _plan.realigned(_0 | _1 | _2, _args, (out,))
+        _launch((_0, _1, _2,))
+        return out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import selection, signature
+
+if TYPE_CHECKING:
+    from .op import Op
+    from .plan import LaunchPlan, Plan
+
+_CALL = """
+def call({names} out=None, exact=None, backend=None, inplace=False):
+    _args = {names}
+    if _traced() or _modes() or {dispatched}:
+        return _op.carefully(_args, out, exact, backend, inplace)
+    if backend is None:
+        backend = _surrounding()
+    try:
+        _key = {key}
+        _plan = _op._plans.get(_key if out is None else (_key, _layouts(out)))
+    except (TypeError, AttributeError, RuntimeError):
+        _plan = None
+    if _plan is None:
+        return _op.carefully(_args, out, exact, backend, inplace)
+    return _plan(_args, out)
+"""
+
+
+def compile_call(op: Op, arguments: signature.Arguments) -> Callable[..., Any]:
+    """The call of an op with its arguments by position, then out, exact, backend and inplace."""
+    source = _CALL.format(
+        names=signature.names(arguments),
+        dispatched=signature.dispatched(arguments),
+        key=signature.key(arguments),
+    )
+    scope = {
+        **signature.SCOPE,
+        "_op": op,
+        # of all that torch.compiler.is_compiling asks, Dynamo alone leaves no other trace here
+        "_traced": torch.compiler.is_dynamo_compiling,
+        "_modes": torch._C._len_torch_dispatch_stack,
+        "_surrounding": selection.current.get,
+        "_layouts": signature.layouts,
+    }
+    call = signature.written("call", source, scope)
+    call.__name__ = call.__qualname__ = op.name
+    return call
+
+
+def compile_follow(plan: LaunchPlan) -> Plan:
+    """What a plan does that copies nothing: the addresses of its `pointers`, and the launch."""
+    op, on_gpu = plan.op, plan.mask is not None
+    # in place, an output is another name for an argument
+    places = dict(zip(op.outputs, op.inplace, strict=True)) if plan.how.inplace else {}
+    pointers = [places.get(n, n) for n in plan.pointers]
+    numbered = {n: f"_{i}" for i, n in enumerate(dict.fromkeys(pointers))}
+    results = [places.get(n, n) for n in op.outputs]
+    lines = [f"{_listed(op.arguments)} = _args"]
+    if not places:
+        lines.append(f"{_listed(results)} = _allocate({_listed(op.arguments)})")
+    taken = (f"{n}.data_ptr()" if on_gpu else n for n in numbered)
+    lines.append(f"{_listed(numbered.values())} = {_listed(taken)}")
+    if len(places) > 1:
+        first, second = (f"{n}.data_ptr()" for n in results)
+        lines += [f"if {first} == {second}:", "    return _plan.follow_any(_args, None)"]
+    if on_gpu:
+        bits = " | ".join(numbered.values())
+        again = f"_plan.realigned({bits}, _args, ({_listed(results)}))"
+        lines += [f"if ({bits}) & {plan.mask}:", f"    return {again}"]
+    lines += [
+        f"_launch(({_listed(numbered[n] for n in pointers)}))",
+        f"return {', '.join(results)}",
+    ]
+    return signature.written(
+        "follow",
+        "def follow(_args, _given):\n"
+        "    if _given is not None:\n"
+        "        return _plan.follow_any(_args, _given)\n"
+        + "".join(f"    {line}\n" for line in lines),
+        {"_plan": plan, "_allocate": op.allocate, "_launch": plan.launch},
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "".join(f"{name}, " for name in names).rstrip()
