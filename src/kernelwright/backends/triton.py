@@ -79,8 +79,9 @@ class TritonLaunch:
         compiled = self.kernel.warmup(
             *stand_ins, *self.scalars, grid=self.grid, **self.constants, **self.options
         )
+        run = compiled.run  # loads the kernel: before that it has no function
         fixed = (compiled.function, compiled.packed_metadata, None, None, None)
-        return launcher(compiled.run, (*self.grid, 1, 1)[:3], device, fixed, arrange)
+        return launcher(run, (*self.grid, 1, 1)[:3], device, fixed, arrange)
 
     def _interpreted(self, arrange: Arrange) -> Callable[[Sequence[Any]], None]:
         names = tuple(self.constants)
