@@ -41,6 +41,7 @@ class Replay:
     """All sets of a `Timed`, as one CUDA graph."""
 
     def __init__(self, timed: Timed) -> None:
+        self._timed = timed  # the graph reads its sets
         rounds = max(1, 20 // len(timed.sets))
         self.calls = rounds * len(timed.sets)
         # outputs rotate as well, so none is written twice hot

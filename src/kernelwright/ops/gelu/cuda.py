@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BLOCK = 256
 # The kernel with a table: threads a block, blocks a multiprocessor, and vectors a thread loads at
 # once. 2 x 512 x 4 x 16 bytes are 64 KiB in flight a multiprocessor, on any GPU.
-TABLE_BLOCK, RESIDENT, AHEAD = 512, 2, 4
+TABLE_BLOCK, RESIDENT, AHEAD = 512, 2, 2
 # below so many elements the entries of the table cost more than they save
 TABLE_ELEMENTS = 1 << 21
 
