@@ -100,6 +100,25 @@ def test_a_configuration_that_cannot_be_had_says_why_and_is_no_failure(monkeypat
     assert "ltx-video fp8: inject: no fp8 on this GPU" in alone.output
 
 
+def test_a_configuration_that_breaks_leaves_the_others_measured_and_written(monkeypatch, tmp_path):
+    kept = configs.injected
+
+    def broken(model, **how):
+        if how["numerics"] == "exact":
+            raise RuntimeError("no such kernel\nand more of it")
+        return kept(model, **how)
+
+    monkeypatch.setattr(configs, "injected", broken)
+    out = tmp_path / "rows.json"
+    done = invoke("ltx-video", *TINY, "--config", "eager,exact,fused", "--out", str(out))
+    assert done.exit_code == 1
+    assert "ltx-video exact: RuntimeError: no such kernel" in done.output
+    eager, exact, fused = json.loads(out.read_text())["rows"]
+    assert exact["failed"] == "RuntimeError: no such kernel"
+    assert eager["ms"] > 0
+    assert fused["ms"] > 0
+
+
 def test_flash_attn_4_is_used_only_where_a_configuration_names_it(monkeypatch):
     monkeypatch.setattr(limits, "_fa4_installed", lambda: True)
     seen = {}

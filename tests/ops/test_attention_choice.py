@@ -125,3 +125,18 @@ def test_pytorchs_kernels_trace_whole_and_carry_gradients(name, masked):
         assert out.shape == query.shape
         grads = torch.autograd.grad(out.float().sum(), (query, key))
         assert [g.shape for g in grads] == [query.shape, key.shape]
+
+
+def test_flash_attn_4_that_does_not_load_is_left_out_with_a_warning(monkeypatch):
+    def import_module(name):
+        raise ImportError("cannot import name '_cutlass_ir'")
+
+    monkeypatch.setattr(limits.metadata, "version", lambda name: "4.0.0")
+    monkeypatch.setattr(limits.importlib, "import_module", import_module)
+    limits._fa4_installed.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="does not load: cannot import name '_cutlass_ir'"):
+            assert not limits.fa4_installed()
+        assert not limits.fa4_installed()  # said once
+    finally:
+        limits._fa4_installed.cache_clear()

@@ -10,7 +10,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,12 @@ def measure(
     seconds: float = 2.0,
     with_error: bool = True,
     first_of: Sequence[str] = (),
-    done: Callable[[], None] = lambda: None,
     **sizes: int,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row a configuration: milliseconds a forward, memory, seconds to the first result.
 
     `first_of` are configurations whose seconds are read in processes of their own too, with cold
-    and with warm caches. `done` is called after each row.
+    and with warm caches. What fails has a row too, and those after it are measured all the same.
     """
     build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     model = models.build(preset, **build)
@@ -65,7 +64,6 @@ def measure(
         expected = model(**inputs)
         truth = _truth(model, inputs) if with_error else None
         eager_error = contract.error(expected, truth) if with_error else None
-        rows = []
         for config in configs:
             row = {
                 "model": preset,
@@ -84,9 +82,9 @@ def measure(
                 row |= {"failed": str(no), "unavailable": True}
             except CannotRun as no:
                 row["first_problem"] = str(no)
-            rows.append(row)
-            done()
-    return rows
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            yield row
 
 
 def _measure(
@@ -233,16 +231,12 @@ def run(
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         task = progress.add_task("timing", total=len(names) * len(configs))
         for name in names:
-            rows += measure(
-                name,
-                configs,
-                seconds=seconds,
-                with_error=with_error,
-                first_of=first_of,
-                done=lambda: progress.advance(task),
-                **how,
-            )
+            for row in measure(
+                name, configs, seconds=seconds, with_error=with_error, first_of=first_of, **how
+            ):
+                rows.append(row)
+                progress.advance(task)
+                if out is not None:
+                    results.write(out, "models", rows, environment=environment_of(at))
             _fresh()
-            if out is not None:
-                results.write(out, "models", rows, environment=environment_of(at))
     return rows

@@ -8,6 +8,8 @@ narrower one.
 from __future__ import annotations
 
 import functools
+import importlib
+import warnings
 from importlib import metadata
 from typing import NamedTuple
 
@@ -169,10 +171,16 @@ _triton_problem_here = functools.lru_cache(functools.partial(backends.problem, "
 
 @functools.lru_cache
 def _fa4_installed() -> bool:
-    # asked of the metadata: importing flash_attn.cute loads the whole CuTe DSL
+    # the metadata first: importing flash_attn.cute loads the whole CuTe DSL
     try:
         metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
+        return False
+    try:
+        importlib.import_module("flash_attn.cute")
+    except Exception as error:
+        # what it needs beside it may be missing, or be made for another GPU or Python
+        warnings.warn(f"flash-attn-4 is installed but does not load: {error}", stacklevel=2)
         return False
     return True
 
