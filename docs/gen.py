@@ -27,6 +27,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "generations": figures.generations,
     "goals": goals.goals,
     "numerics": goals.numerics,
+    "splits": goals.splits,
     "hub-calls": figures.hub_calls,
 }
 

@@ -60,6 +60,20 @@ def numerics(results: Path) -> str:
     return "\n".join(lines)
 
 
+def splits(results: Path) -> str:
+    """Where the milliseconds of a forward go, for the models that have a goal."""
+    kinds = ("GEMM", "attention", "fused", "other")
+    lines = [f"| | | ms | {' | '.join(kinds)} |", "|---|---|---|" + "---|" * len(kinds)]
+    models = _models(results)
+    for title in GOALS:
+        for config in ("eager", "compile", "exact+graphs", "fused+graphs", "fp8+graphs"):
+            row = models[title].row(config)
+            if row is not None and row.split:
+                cells = [f"{row.ms:.1f}", *(f"{row.split[kind]:.1f}" for kind in kinds)]
+                lines.append(f"| `{title}` | {config} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _models(results: Path) -> dict[str, Model]:
     (device,) = devices(read([results / "models"]))
     return {model.title: model for model in device.models}

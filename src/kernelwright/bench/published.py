@@ -42,18 +42,20 @@ def models(folder: Path) -> str:
     """One line a model: milliseconds of one forward, and how much faster than eager."""
     files = read([folder])
     (device,) = devices(files)
+    shown = [c for c in SHOWN if any(model.row(c) for model in device.models)]
     lines = [
-        f"| one forward, ms | eager | {' | '.join(SHOWN.values())} |",
-        f"|---|---|{'---|' * len(SHOWN)}",
+        f"| one forward, ms | eager | {' | '.join(SHOWN[c] for c in shown)} |",
+        f"|---|---|{'---|' * len(shown)}",
     ]
-    lines += [_model(model) for model in sorted(device.models, key=_graphs_gain, reverse=True)]
+    models = sorted(device.models, key=_graphs_gain, reverse=True)
+    lines += [_model(model, shown) for model in models]
     return "\n".join([*lines, "", f"{_about(files, RANDOM)}; = means `torch.equal` to eager."])
 
 
-def _model(model: Model) -> str:
+def _model(model: Model, shown: Sequence[str]) -> str:
     eager = model.row("eager")
     cells = [f"{eager.ms:.1f}" if eager and eager.ms else "–"]
-    for config in SHOWN:
+    for config in shown:
         row = model.row(config)
         same = " =" if row and row.equal else ""
         cells.append(f"{row.ms:.1f} ({model.speedup(row):.2f}×){same}" if row else "–")
