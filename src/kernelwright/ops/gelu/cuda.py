@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 # The kernel with a table: threads a block, blocks a multiprocessor, and vectors a thread loads at
-# once. 5376 x 8192 bfloat16 on an H200, us: 46.0, with 4 vectors 49.7, with 1024 threads or 4 blocks
-# 48.5 and more; F.gelu 50.0, its arithmetic here 51.7, a copy 43.1.
+# once. 5376 x 8192 bfloat16 on an H200, us: 46.0, with 4 vectors 49.7, with 1024 threads or 4
+# blocks 48.5 and more; F.gelu 50.0, its arithmetic here 51.7, a copy 43.1.
 TABLE_BLOCK, RESIDENT, AHEAD = 512, 2, 2
 # below so many elements the entries of the table cost more than they save
 TABLE_ELEMENTS = 1 << 21
