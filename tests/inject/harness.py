@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 import kernelwright as kw
 from kernelwright.inject import contract
+from kernelwright.inject.check import eagerly
 
 
 @torch.no_grad()
@@ -94,3 +95,27 @@ def fused_sites(report):
     may make other bits, or not: see test_packing."""
     counted = {name: fates for name, fates in report.sites.items() if "one product" not in name}
     return {name: fates["fused"] for name, fates in counted.items() if "fused" in fates}
+
+
+def agrees_with_eager(model, inputs):
+    """Whether an injected model gives eager's bits, at first sight and after it."""
+    with eagerly():
+        expected = run(model, inputs)
+    return all(same(run(model, inputs), expected) for _ in range(2))
+
+
+def check_gradients(model, inputs, **how):
+    """A model that is being injected has eager's gradients, at first sight and after it."""
+
+    def gradients():
+        model.zero_grad()
+        model(**inputs)[0].square().mean().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    with kw.injected(model, **how):
+        gradients()
+        got = gradients()
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=name)

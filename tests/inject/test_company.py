@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import kernelwright as kw
-from inject.harness import check_exact, left_behind, run, same
+from inject.harness import check_exact, check_gradients, left_behind, run, same
 from kernelwright import models
 
 
@@ -255,19 +255,7 @@ def test_a_gradient_step(ltx, numerics, checkpointing):
     model.train()
     if checkpointing:
         model.enable_gradient_checkpointing()
-
-    def gradients():
-        model.zero_grad()
-        model(**inputs)[0].square().mean().backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
-    with kw.injected(model, numerics=numerics):
-        gradients()
-        got = gradients()
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    check_gradients(model, inputs, numerics=numerics)
 
 
 def test_a_pipeline(tmp_path):

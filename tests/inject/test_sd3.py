@@ -4,9 +4,16 @@ import pytest
 import torch
 
 import kernelwright as kw
-from inject.harness import check_exact, check_fused, fused_sites, run, same
+from inject.harness import (
+    agrees_with_eager,
+    check_exact,
+    check_fused,
+    check_gradients,
+    fused_sites,
+    run,
+    same,
+)
 from kernelwright import models
-from kernelwright.inject.check import eagerly
 
 # five blocks: two attend to the image twice, and the last drops the text
 BLOCKS, DUAL = 5, 2
@@ -15,13 +22,6 @@ BLOCKS, DUAL = 5, 2
 def sd3(dtype=torch.float32, **size):
     build = {"tiny": True, "dtype": dtype}
     return models.build("sd3.5-medium", **build), models.inputs("sd3.5-medium", **build, **size)
-
-
-def agrees_with_eager(model, inputs):
-    """Whether an injected model gives eager's bits, at first sight and after it."""
-    with eagerly():
-        expected = run(model, inputs)
-    return all(same(run(model, inputs), expected) for _ in range(2))
 
 
 PLACES = {
@@ -202,19 +202,7 @@ def test_compiled_whole():
 
 def test_a_gradient_step():
     model, inputs = sd3()
-
-    def gradients():
-        model.zero_grad()
-        model(**inputs)[0].square().mean().backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
-    with kw.injected(model):
-        gradients()
-        got = gradients()
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    check_gradients(model, inputs)
 
 
 def test_full_size_leaves_no_norm_alone():
