@@ -13,6 +13,7 @@ import pytest
 import torch
 from declared import DTYPES, every_case, every_op, full
 from inject.harness import draws, run
+from inject.language import model_of, words
 from numerics import as_tuple, hold_case
 
 import kernelwright as kw
@@ -135,8 +136,29 @@ def test_a_kernelized_model_errs_no_more_than_eager(package, name):
     preset = presets()[name]
     model = preset.build(tiny=True, dtype=torch.bfloat16, device="cuda")
     inputs = preset.inputs(tiny=True, dtype=torch.bfloat16, device="cuda")
-    wide = torch.nn.Module.float(copy.deepcopy(model))
     ours = hub.kernelize(copy.deepcopy(model), mode=Mode.INFERENCE, package=package)
+    errs_no_more_than_eager(ours, model, inputs)
+
+
+@pytest.mark.parametrize("route", ["kernelize", "KernelConfig"])
+def test_a_gemma_with_layers_of_the_package_errs_no_more_than_eager(package, route):
+    from kernels import Mode, get_local_kernel
+
+    model = model_of("Gemma", torch.bfloat16).cuda()
+    inputs = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in words().items()}
+    ours = copy.deepcopy(model)
+    if route == "kernelize":
+        hub.kernelize(ours, mode=Mode.INFERENCE, package=package)
+        name, changed = "GemmaMLP", ours.model.layers[0].mlp
+    else:
+        ours.set_use_kernels(True, hub.kernel_config(package))
+        name, changed = "GeluTanh", ours.model.layers[0].mlp.act_fn
+    assert changed.forward.__func__ is getattr(get_local_kernel(package).layers, name).forward
+    errs_no_more_than_eager(ours, model, inputs)
+
+
+def errs_no_more_than_eager(ours, model, inputs):
+    wide = torch.nn.Module.float(copy.deepcopy(model))
     ratios = []
     for given in draws(inputs):
         truth = run(wide, contract.widened(given))

@@ -19,3 +19,13 @@ def kernel(package: Path):
     from kernels import get_local_kernel
 
     return get_local_kernel(package)
+
+
+@pytest.fixture(scope="session")
+def replaced():
+    """The classes of a model whose modules have a forward from the package."""
+    return lambda model: {
+        type(m).__name__
+        for m in model.modules()
+        if "forward" in vars(m) and m.forward.__func__ is not type(m).forward
+    }

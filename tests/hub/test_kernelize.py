@@ -23,6 +23,10 @@ def llama():
     return model_of("Llama", num_hidden_layers=1), words()
 
 
+def gemma():
+    return model_of("Gemma", num_hidden_layers=1), words()
+
+
 def ltx():
     preset = presets()["ltx-video"]
     model = preset.build(tiny=True, dtype=torch.float32)
@@ -34,20 +38,12 @@ def kernelized(model, package, mode):
     return hub.kernelize(copy.deepcopy(model), mode=mode, package=package, device="cpu")
 
 
-def replaced(model):
-    """The classes whose modules have a forward from the package."""
-    return {
-        type(m).__name__
-        for m in model.modules()
-        if "forward" in vars(m) and m.forward.__func__ is not type(m).forward
-    }
-
-
 @pytest.mark.parametrize("mode", [INFERENCE, COMPILED], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("make", "classes"),
     [
         (llama, {"LlamaRMSNorm", "LlamaMLP"}),
+        (gemma, {"GemmaMLP", "GELUTanh"}),
         (
             ltx,
             {
@@ -59,9 +55,9 @@ def replaced(model):
             },
         ),
     ],
-    ids=["llama", "ltx"],
+    ids=["llama", "gemma", "ltx"],
 )
-def test_a_kernelized_model_equals_the_injected_one(package, make, classes, mode):
+def test_a_kernelized_model_equals_the_injected_one(package, replaced, make, classes, mode):
     model, inputs = make()
     with kw.injected(model, numerics="fused"):
         expected = run(model, inputs)
@@ -80,7 +76,7 @@ def test_classes_are_named_only_while_kernelize_runs(package):
     assert not any("kernel_layer_name" in vars(kind) for kind in kinds)
 
 
-def test_a_norm_that_is_not_what_it_is_named_keeps_its_own_forward(package):
+def test_a_norm_that_is_not_what_it_is_named_keeps_its_own_forward(package, replaced):
     class ZeroCentredRMSNorm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -95,7 +91,7 @@ def test_a_norm_that_is_not_what_it_is_named_keeps_its_own_forward(package):
     assert vars(ZeroCentredRMSNorm)["kernel_condition"] is own
 
 
-def test_a_class_whose_code_has_changed_keeps_its_own_forward(package, monkeypatch):
+def test_a_class_whose_code_has_changed_keeps_its_own_forward(package, replaced, monkeypatch):
     from diffusers.models.transformers import transformer_ltx
 
     model, _ = ltx()
@@ -133,19 +129,6 @@ def test_training_mode_has_the_gradients_of_eager(package):
     pairs = zip(model.parameters(), trained.parameters(), strict=True)
     for eager, ours in pairs:
         torch.testing.assert_close(eager.grad, ours.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_transformers_takes_the_package_through_kernel_config(package, monkeypatch):
-    """It refuses local kernels on a CPU, so the device is called by another name here."""
-    from transformers.utils import kernel_config
-
-    model, inputs = llama()
-    expected = run(model, inputs)
-    config = hub.kernel_config(package)
-    monkeypatch.setattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", ["cpu"])
-    model.set_use_kernels(True, config)
-    assert replaced(model) == {"LlamaRMSNorm"}
-    torch.testing.assert_close(run(model, inputs).logits, expected.logits)
 
 
 def test_a_hook_on_a_norm_is_still_called():

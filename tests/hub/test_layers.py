@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import as_good_as_eager
+from numerics import as_good_as_eager, errors_over_draws
 from torch import nn
 
 from kernelwright import hub
@@ -17,9 +17,10 @@ EVERY = [getattr(layers, name) for name in layers.__all__]
 
 
 def test_every_class_in_the_mapping_has_its_layer():
-    mapped = set(hub.mapping(repo_id="kernelwright/ltx-kernels"))
-    assert mapped <= set(layers.__all__)
-    assert mapped == {*layer_mapping.TRANSFORMERS, *layer_mapping.CLASSES}
+    mapped = hub.mapping(repo_id="kernelwright/ltx-kernels")
+    assert {r.layer_name for on in mapped.values() for r in on.values()} <= set(layers.__all__)
+    known = {*layer_mapping.TRANSFORMERS, *layer_mapping.MLPS, *layer_mapping.CLASSES}
+    assert set(mapped) == known
 
 
 @pytest.mark.parametrize(("layer", "known"), layer_mapping.CLASSES.items())
@@ -65,7 +66,10 @@ def in_float64(norm, x):
 def test_norms_give_the_dtype_of_their_class_and_are_as_close_to_float64(dtype):
     from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 
-    x = torch.randn(3, 5, 16, dtype=dtype)
+    def rows(seed):
+        return torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    x = rows(0)
     for layer, module in (
         ("DiffusersRMSNorm", RMSNorm(16, eps=1e-6)),
         ("DiffusersRMSNorm", RMSNorm(16, eps=1e-6, bias=True).to(torch.bfloat16)),
@@ -80,7 +84,10 @@ def test_norms_give_the_dtype_of_their_class_and_are_as_close_to_float64(dtype):
         want = module(x)
         got = call(layer, module, x)
         assert got.dtype == want.dtype, module
-        as_good_as_eager(got, in_float64(module, x), want)
+        bars = errors_over_draws(
+            lambda s, m=module: (m(rows(s)), in_float64(m, rows(s))), want.dtype
+        )
+        as_good_as_eager(got, in_float64(module, x), want, bars)
 
 
 def test_adaptive_norms_give_what_their_classes_do():
@@ -128,6 +135,62 @@ def test_gated_units_give_what_their_classes_do():
         torch.testing.assert_close(call(name, empty, x), gate * second)
 
 
+def gemma_mlp(activation):
+    from transformers import GemmaConfig
+    from transformers.activations import ACT2FN
+    from transformers.models.gemma.modeling_gemma import GemmaMLP
+
+    mlp = GemmaMLP(GemmaConfig(hidden_size=16, intermediate_size=24))
+    mlp.act_fn = ACT2FN[activation] if isinstance(activation, str) else activation
+    return mlp
+
+
+GELUS = ["gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu", "gelu_python"]
+
+
+@pytest.mark.parametrize(
+    "activation", [*GELUS, nn.GELU(), nn.GELU(approximate="tanh"), "relu", "quick_gelu"], ids=str
+)
+def test_a_gelu_gated_mlp_and_its_gradients_are_those_of_gemma(activation):
+    mlp = gemma_mlp(activation)
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    got, want = call("GemmaMLP", mlp, x), mlp(x)
+    torch.testing.assert_close(got, want)
+    inputs = [x, *mlp.parameters()]
+    gradients = (torch.autograd.grad(y.square().sum(), inputs) for y in (got, want))
+    for ours, eager in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_a_gelu_gated_mlp_rounds_once_where_gemma_rounds_twice():
+    mlp = gemma_mlp("gelu_pytorch_tanh").bfloat16()
+    mlp.down_proj = nn.Identity()
+    x = torch.randn(64, 16, dtype=torch.bfloat16)
+    gate, up = mlp.gate_proj(x).double(), mlp.up_proj(x).double()
+    got, want = call("GemmaMLP", mlp, x), mlp(x)
+    truth = F.gelu(gate, approximate="tanh") * up
+    as_good_as_eager(got, truth, want)
+    assert (got - truth).abs().mean() < (want - truth).abs().mean()
+
+
+@pytest.mark.parametrize(("layer", "activation"), [("SwiGLUMLP", "silu"), ("GemmaMLP", "gelu_new")])
+def test_a_hook_on_the_activation_of_an_mlp_is_still_called(layer, activation):
+    mlp, seen = gemma_mlp(activation), []
+    mlp.act_fn.register_forward_hook(lambda *a: seen.append(1))
+    call(layer, mlp, torch.randn(3, 16))
+    assert seen
+
+
+@pytest.mark.parametrize("activation", GELUS)
+def test_activations_give_what_their_classes_do(activation):
+    from transformers.activations import ACT2FN
+
+    module, x = ACT2FN[activation], torch.randn(3, 16)
+    layer = layer_mapping.TRANSFORMERS[module.kernel_layer_name]
+    assert layer_mapping.is_served(module.kernel_layer_name, module)
+    torch.testing.assert_close(call(layer, module, x), module(x))
+
+
 def test_rotary_embedding_turns_as_llama_does():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -139,3 +202,12 @@ def test_rotary_embedding_turns_as_llama_does():
             apply_rotary_pos_emb(q, k, *tables),
         )
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("family", "served"),
+    [("llama", True), ("gemma", True), ("olmo", False), ("gpt_oss", False), ("nanochat", False)],
+)
+def test_a_family_that_turns_otherwise_keeps_its_rotary_embedding(family, served):
+    own = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert layer_mapping.is_served("rotary_pos_emb", own.apply_rotary_pos_emb) is served

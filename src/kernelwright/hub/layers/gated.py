@@ -6,8 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...ops.glu import geglu, silu_mul, swiglu
+from ...ops.gelu import gelu
+from ...ops.glu import GELU_MUL, geglu, silu_mul, swiglu
 from ...ops.linear import linear_gelu
+
+# the GELUs of transformers
+GELU_FORMS = {
+    "GELUTanh": "tanh",
+    "NewGELUActivation": "tanh",
+    "FastGELUActivation": "tanh",
+    "GELUActivation": "none",
+}
 
 
 class SwiGLUMLP(nn.Module):
@@ -23,8 +32,27 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if type(self.act_fn).__name__ in ("SiLU", "SiLUActivation") and gate.dtype == up.dtype:
+        if is_silu(self.act_fn) and not hooked(self.act_fn) and gate.dtype == up.dtype:
             return self.down_proj(silu_mul(gate, up))
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class GemmaMLP(nn.Module):
+    """GemmaMLP and its twins: down(GELU(gate(x)) * up(x)), GELU in either form."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    act_fn: Any
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        form = gelu_form(self.act_fn)
+        if form is not None and not hooked(self.act_fn) and gate.dtype == up.dtype:
+            return self.down_proj(GELU_MUL.run(gate, up, form == "tanh"))
         return self.down_proj(self.act_fn(gate) * up)
 
 
@@ -67,6 +95,26 @@ class GEGLUMLP(nn.Module):
         return hidden_states
 
 
+class GeLU(nn.Module):
+    """transformers' GELUActivation: GELU, the erf form"""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, approximate=False)
+
+
+class GeluTanh(nn.Module):
+    """transformers' GELUTanh, NewGELUActivation and FastGELUActivation: GELU, the tanh form"""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, approximate=True)
+
+
 class SiluAndMul(nn.Module):
     """SiLU(first) * second"""
 
@@ -97,12 +145,29 @@ class GeluTanhAndMul(nn.Module):
         return geglu(x, approximate=True, gate="first")
 
 
+def is_silu(activation: Any) -> bool:
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")
+
+
+def gelu_form(activation: Any) -> str | None:
+    """Which GELU of torch or transformers an activation is, "tanh" or "none" as torch names the erf
+    form; None if it is neither."""
+    if type(activation) is nn.GELU:
+        return activation.approximate
+    return GELU_FORMS.get(type(activation).__name__)
+
+
+def hooked(module: Any) -> bool:
+    """Whether somebody wants to see a module being called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def activated(first: Any, x: Tensor) -> Tensor:
     """What the first part of a FeedForward does, in fewer passes where it is a known one."""
     place, name = type(first).__module__, type(first).__name__
     proj: Any = getattr(first, "proj", None)
     # an adapter around the Linear, or a hook on it, wants to be called
-    bare = type(proj) is nn.Linear and not (proj._forward_hooks or proj._forward_pre_hooks)
+    bare = type(proj) is nn.Linear and not hooked(proj)
     if place != "diffusers.models.activations" or not bare:
         return first(x)
     if name == "GEGLU":

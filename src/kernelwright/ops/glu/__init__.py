@@ -88,9 +88,10 @@ def _check(op: str, input: Tensor, gate: str, approximate: bool = True) -> None:
     checks.choice(op, "approximate", approximate, (True, False))
 
 
-def _check_pair(gate: Tensor, up: Tensor) -> None:
-    checks.tensor("silu_mul", "gate", gate)
-    checks.like("silu_mul", "up", up, gate, "gate")
+def _check_pair(op: str, gate: Tensor, up: Tensor, approximate: bool = True) -> None:
+    checks.tensor(op, "gate", gate)
+    checks.like(op, "up", up, gate, "gate")
+    checks.choice(op, "approximate", approximate, (True, False))
 
 
 def _allocate(input: Tensor) -> tuple[Tensor, ...]:
@@ -128,11 +129,24 @@ SILU_MUL = Op(
     name="silu_mul",
     schema="(Tensor gate, Tensor up) -> Tensor",
     formula="SiLU(gate) · up",
-    check=_check_pair,
+    check=lambda gate, up: _check_pair("silu_mul", gate, up),
     allocate=lambda gate, up: (torch.empty_like(gate),),
     reference=reference.silu_mul,
     exact={"torch": reference.eager_silu_mul},
     kernels=GluKernel(activation="silu", a="gate", b="up"),
     cases=cases.SILU_MUL,
     sized=cases.sized_silu_mul,
+)
+
+GELU_MUL = Op(
+    name="gelu_mul",
+    schema="(Tensor gate, Tensor up, bool approximate=True) -> Tensor",
+    formula="GELU(gate) · up",
+    check=lambda gate, up, approximate: _check_pair("gelu_mul", gate, up, approximate),
+    allocate=lambda gate, up, approximate: (torch.empty_like(gate),),
+    reference=reference.gelu_mul,
+    kernels=GluKernel(activation="gelu", a="gate", b="up"),
+    cases=cases.GELU_MUL,
+    sized=cases.sized_gelu_mul,
+    internal=True,  # for layers of the Hub package
 )

@@ -106,6 +106,18 @@ SILU_MUL = [
 ]
 
 
+def _formed(pair: Any, approximate: bool) -> Any:
+    return lambda inputs: {**pair(inputs), "approximate": approximate}
+
+
+GELU_MUL = [
+    Case(f"{case.name}, {name}", _formed(case.arguments, approximate))
+    for name, approximate in (("tanh", True), ("erf", False))
+    for case in SILU_MUL
+    if not case.large
+]
+
+
 def sized_geglu(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
     return _glu(rows, 2 * width, **_ERF)(inputs)
 
@@ -116,3 +128,7 @@ def sized_swiglu(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str,
 
 def sized_silu_mul(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
     return _pair(rows, width)(inputs)
+
+
+def sized_gelu_mul(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
+    return _formed(_pair(rows, width), True)(inputs)

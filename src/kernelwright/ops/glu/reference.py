@@ -15,8 +15,7 @@ def halves(input: Tensor, gate: str) -> tuple[Tensor, Tensor]:
 
 
 def geglu(input: Tensor, approximate: bool, gate: str) -> Tensor:
-    active, other = halves(widen(input), gate)
-    return (F.gelu(active, approximate="tanh" if approximate else "none") * other).to(input.dtype)
+    return gelu_mul(*halves(input, gate), approximate)
 
 
 def swiglu(input: Tensor, gate: str) -> Tensor:
@@ -25,6 +24,11 @@ def swiglu(input: Tensor, gate: str) -> Tensor:
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(widen(gate)) * widen(up)).to(gate.dtype)
+
+
+def gelu_mul(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
+    form = "tanh" if approximate else "none"
+    return (F.gelu(widen(gate), approximate=form) * widen(up)).to(gate.dtype)
 
 
 def eager_geglu(input: Tensor, approximate: bool, gate: str) -> Tensor:
