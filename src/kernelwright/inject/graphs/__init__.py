@@ -19,8 +19,9 @@ from torch import nn
 
 from ..check import Random, equal
 from .call import Call, check_surroundings, listed
-from .capture import Captured, CudaRecorder, Recorder, capturing, keep, relocations
+from .capture import Captured, capturing, keep, relocations
 from .memory import Refusal
+from .recorder import CudaRecorder, Recorder
 from .watch import Watch
 
 __all__ = ["Graphs", "capturing", "keep"]
