@@ -29,10 +29,6 @@ CPU_ALIGNMENT = 64
 # weights that leave their block after fewer than CALLS calls, and LIMIT times so, belong to
 # somebody who moves them about, such as group offload
 CALLS, LIMIT = 8, 3
-# so many bytes of old weights may stay with the allocator: in pieces too small for the next block,
-# or large enough to be cut up for it and then never given back (with 1 GiB here Llama-3-8B came to
-# hold 23.1 GiB on an H200 in place of 20.0)
-RESERVE = 2**26
 
 UNLIKE = "its layers differ in dtype, device, input or bias"
 MOVED = "its weights are moved about"
@@ -60,7 +56,6 @@ class _Group:
 
 _groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
 _lock = threading.Lock()
-_freed = [0]  # bytes of old weights that the allocator may still hold
 
 
 def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
@@ -129,10 +124,12 @@ def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:
     if group.why is None:
         try:
             with torch.inference_mode(False), torch.no_grad():
+                _make_room(weights[0])
                 blocks = [_side_by_side(parts) for parts in (weights, biases) if parts]
         except torch.OutOfMemoryError:
             group.why = "there was no memory to pack its weights"
-        _settle(weights)
+        if weights[0].is_cuda:  # in place for whichever stream comes next
+            torch.cuda.current_stream(weights[0].device).synchronize()
         relocated()
     group.blocks, group.calls = tuple(map(TensorWeakRef, blocks)), 0
     group.sizes = tuple(map(len, weights))
@@ -172,6 +169,14 @@ def _is_alone(weight: Any) -> bool:
     return whole and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
+def _make_room(weight: Any) -> None:
+    """Give back what the allocator holds in reserve. It would cut the block out of what activations
+    or weights that were packed before have left, and could never give back the rest of that: in
+    this way Llama-3-8B came to hold 23.1 GiB on an H200, in place of 20.0."""
+    if weight.is_cuda:
+        torch.cuda.empty_cache()
+
+
 def _side_by_side(parts: list[Any]) -> Tensor:
     """Give parameters slices of one new block for their memory; returns the block."""
     block = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:])).detach()
@@ -182,15 +187,3 @@ def _side_by_side(parts: list[Any]) -> Tensor:
         # drops all but one of the weights in a storage when it saves them
         part.data = dlpack.from_dlpack(dlpack.to_dlpack(piece))
     return block
-
-
-def _settle(weights: list[Any]) -> None:
-    """Wait until weights are in place, for whichever stream comes next; and let go of the memory
-    that they had before, once it is much."""
-    if not weights[0].is_cuda:
-        return
-    torch.cuda.current_stream(weights[0].device).synchronize()
-    _freed[0] += sum(w.nbytes for w in weights)
-    if _freed[0] >= RESERVE:
-        torch.cuda.empty_cache()
-        _freed[0] = 0
