@@ -9,6 +9,18 @@ from .preset import Draw, Preset, Sizes
 
 SIZES = {"batch": 1, "tokens": 4096}
 TINY_SIZES = {"batch": 1, "tokens": 16}
+# what all of them but Falcon name alike
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def _prefill(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
@@ -43,17 +55,7 @@ LLAMA_3_8B = Preset(
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
-    tiny_config={
-        "vocab_size": 256,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    tiny_config=TINY,
     sizes=SIZES,
     tiny_sizes=TINY_SIZES,
     make_inputs=_prefill,
@@ -82,15 +84,7 @@ MISTRAL_7B = Preset(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    tiny_config={
-        "vocab_size": 256,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
+    tiny_config=TINY,
     sizes=SIZES,
     tiny_sizes=TINY_SIZES,
     make_inputs=_prefill,
@@ -121,18 +115,7 @@ QWEN3_8B = Preset(
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     },
-    tiny_config={
-        "vocab_size": 256,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_window_layers": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    tiny_config={**TINY, "max_window_layers": 2},
     sizes=SIZES,
     tiny_sizes=TINY_SIZES,
     make_inputs=_prefill,
