@@ -123,6 +123,23 @@ def test_an_eps_that_pytorch_chooses_is_the_one_it_chooses():
     torch.testing.assert_close(result, expected, rtol=2**-7, atol=0)
 
 
+def test_norms_without_eps_and_rows_given_by_name_compile_whole():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=None)
+
+        def forward(self, x):
+            return self.second(self.first(input=x))
+
+    model, x = Both(), rows()
+    with torch.no_grad(), kw.injected(model):
+        expected = model(x)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_weights_in_float32_in_a_model_of_bfloat16():
     """Eager then ends in float32; a kernel would not."""
     report = check_exact(

@@ -297,9 +297,13 @@ def _weight(module: nn.Module) -> bool | None:
 
 def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Checker) -> Forward:
     """The forward that all modules of one class share: torch.compile then traces it once."""
-    fused = patch.forward(fusions, kind) if patch.for_class else patch.forward(fusions)
+    recipe = patch.forward(fusions, kind) if patch.for_class else patch.forward(fusions)
     eager = kind.forward
     known = patch.is_written_for(kind)
+
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = recipe(self, *args, **kwargs)
+        return eager(self, *args, **kwargs) if result is NotImplemented else result
 
     @functools.wraps(eager)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -24,8 +24,9 @@ class Patch:
 
     `target` is the full name of the class, or a function of a module that gives True, False, or
     why a module that looks like it is left alone. `forward(fusions)` makes the new forward, called
-    with the module first; with `for_class` it is given the class as well. `covers` names the
-    children whose work it takes over.
+    with the module first; with `for_class` it is given the class as well. What it returns may be
+    NotImplemented: the call then goes to the module's own forward. `covers` names the children
+    whose work it takes over.
 
     `sources` are the functions it was written after, by their names in the module of the class;
     `written_for` are their fingerprints. Code of any other fingerprint has changed since: it is

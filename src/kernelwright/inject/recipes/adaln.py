@@ -74,7 +74,7 @@ def zero(fuse: Fusions) -> Forward:
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
         elif emb is None or emb.ndim != 2:
-            return type(self).forward(self, x, timestep, class_labels, hidden_dtype, emb)
+            return NotImplemented
         return adapted(fuse, self, emb, x)[0]
 
     return forward
@@ -83,7 +83,7 @@ def zero(fuse: Fusions) -> Forward:
 def zero_single(fuse: Fusions) -> Forward:
     def forward(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
         if emb is None or emb.ndim != 2:
-            return type(self).forward(self, x, emb)
+            return NotImplemented
         return adapted(fuse, self, emb, x)[0]
 
     return forward
@@ -92,7 +92,7 @@ def zero_single(fuse: Fusions) -> Forward:
 def zero_x(fuse: Fusions) -> Forward:
     def forward(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
         if emb is None or emb.ndim != 2:
-            return type(self).forward(self, hidden_states, emb)
+            return NotImplemented
         return adapted(fuse, self, emb, hidden_states)[0]
 
     return forward
@@ -101,7 +101,7 @@ def zero_x(fuse: Fusions) -> Forward:
 def continuous(fuse: Fusions) -> Forward:
     def forward(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
         if conditioning_embedding.ndim != 2:
-            return type(self).forward(self, x, conditioning_embedding)
+            return NotImplemented
         return adapted(fuse, self, conditioning_embedding, x)[0][0]
 
     return forward

@@ -26,13 +26,7 @@ def attention(fuse: Fusions) -> Forward:
         **cross_attention_kwargs: Any,
     ) -> Any:
         if not is_plain(self) or cross_attention_kwargs or hidden_states.ndim != 3:
-            return type(self).forward(
-                self,
-                hidden_states,
-                encoder_hidden_states,
-                attention_mask,
-                **cross_attention_kwargs,
-            )
+            return NotImplemented
         return attend(fuse, self, hidden_states, encoder_hidden_states, attention_mask)
 
     return forward

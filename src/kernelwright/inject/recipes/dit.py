@@ -35,17 +35,7 @@ def modulated_block(fuse: Fusions) -> Forward:
         added_cond_kwargs: dict[str, Tensor] | None = None,
     ) -> Tensor:
         if not is_plain(self, hidden_states, cross_attention_kwargs):
-            return type(self).forward(
-                self,
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                timestep,
-                cross_attention_kwargs,
-                class_labels,
-                added_cond_kwargs,
-            )
+            return NotImplemented
         given = [t for t in (timestep, class_labels) if t is not None]
         ahead = handoff.take(self, hidden_states, *given)
         # patches come transposed; eager's sums have the layout of the branch

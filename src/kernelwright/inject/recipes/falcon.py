@@ -99,18 +99,7 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
     ) -> tuple[Tensor, Tensor | None]:
         by_sdpa = self.config._attn_implementation == "sdpa" and not output_attentions
         if alibi is not None or position_embeddings is None or not by_sdpa:
-            return type(self).forward(
-                self,
-                hidden_states,
-                alibi,
-                attention_mask,
-                position_ids,
-                layer_past,
-                use_cache,
-                output_attentions,
-                position_embeddings,
-                **kwargs,
-            )
+            return NotImplemented
         query, key, value = self._split_heads(self.query_key_value(hidden_states))
         rotate = rotation(turn, position_embeddings)
         query, key = fuse.rope(query, key, position_embeddings, rotate, **ROPE)

@@ -137,14 +137,7 @@ def attention(fuse: Fusions) -> Forward:
     ) -> Any:
         alone = encoder_hidden_states is None
         if not is_plain(self, alone) or kwargs.keys() - QUIET:
-            return type(self).forward(
-                self,
-                hidden_states,
-                encoder_hidden_states,
-                attention_mask,
-                image_rotary_emb,
-                **kwargs,
-            )
+            return NotImplemented
         return attend(
             fuse, self, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
         )

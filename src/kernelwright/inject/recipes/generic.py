@@ -16,7 +16,7 @@ from ..recipe import Forward, Patch, Recipe, full_name
 def norm(fuse: Fusions) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs:  # each class has a name of its own for the rows
-            return type(self).forward(self, *args, **kwargs)
+            return NotImplemented
         (x,) = args
         ahead = handoff.take(self, x)
         return fuse.norm(self, x) if ahead is None else ahead
@@ -38,7 +38,7 @@ def is_norm(module: nn.Module) -> bool | str:
 def geglu(fuse: Fusions) -> Forward:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # diffusers warns about a deprecated scale here
-            return type(self).forward(self, hidden_states, *args, **kwargs)
+            return NotImplemented
         return fuse.geglu(self, hidden_states)
 
     return forward
@@ -51,7 +51,7 @@ def is_geglu(module: nn.Module) -> bool | str:
 def feed_forward(fuse: Fusions) -> Forward:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:  # diffusers warns about a deprecated scale here
-            return type(self).forward(self, hidden_states, *args, **kwargs)
+            return NotImplemented
         return fuse.feed_forward(self, hidden_states)
 
     return forward

@@ -102,14 +102,7 @@ def attention(fuse: Fusions) -> Forward:
         **kwargs: Any,
     ) -> Tensor:
         if not is_plain(self) or kwargs:
-            return type(self).forward(
-                self,
-                hidden_states,
-                encoder_hidden_states,
-                attention_mask,
-                image_rotary_emb,
-                **kwargs,
-            )
+            return NotImplemented
         return attend(
             fuse,
             self.processor,

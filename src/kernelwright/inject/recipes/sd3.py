@@ -32,9 +32,7 @@ def block(fuse: Fusions) -> Forward:
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         if self._chunk_size is not None:
-            return type(self).forward(
-                self, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs
-            )
+            return NotImplemented
         given = joint_attention_kwargs or {}
         opened = handoff.take(self, hidden_states, encoder_hidden_states, temb)
         image, text = opened or open_block(self, hidden_states, encoder_hidden_states, temb)
@@ -99,13 +97,7 @@ def attention(fuse: Fusions) -> Forward:
     ) -> Any:
         plain = type(self.processor).__name__ == PROCESSOR
         if not plain or cross_attention_kwargs.keys() - QUIET:
-            return type(self).forward(
-                self,
-                hidden_states,
-                encoder_hidden_states,
-                attention_mask,
-                **cross_attention_kwargs,
-            )
+            return NotImplemented
         return attend(fuse, self, hidden_states, encoder_hidden_states)
 
     return forward

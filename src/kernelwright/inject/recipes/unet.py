@@ -30,17 +30,7 @@ def block(fuse: Fusions) -> Forward:
         added_cond_kwargs: dict[str, Tensor] | None = None,
     ) -> Tensor:
         if not is_plain(self, hidden_states, cross_attention_kwargs):
-            return type(self).forward(
-                self,
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                timestep,
-                cross_attention_kwargs,
-                class_labels,
-                added_cond_kwargs,
-            )
+            return NotImplemented
         rows = handoff.take(self, hidden_states)
         # pixels may come transposed; eager's sums have the layout of the branch
         hidden_states = hidden_states.contiguous()

@@ -31,7 +31,7 @@ def block(fuse: Fusions) -> Forward:
         rotary_emb: Rotary,
     ) -> Tensor:
         if hidden_states.dtype == torch.float64:  # some steps are then wider than float32
-            return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+            return NotImplemented
         ahead = handoff.take(self, hidden_states, temb)
         if ahead is None:
             parts = modulation(self, temb)
@@ -82,9 +82,7 @@ def attention(fuse: Fusions) -> Forward:
         **kwargs: Any,
     ) -> Tensor:
         if kwargs or attention_mask is not None or not is_plain(self, encoder_hidden_states):
-            return type(self).forward(
-                self, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
-            )
+            return NotImplemented
         return attend(fuse, self, hidden_states, encoder_hidden_states, rotary_emb)
 
     return forward

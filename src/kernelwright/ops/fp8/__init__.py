@@ -84,7 +84,6 @@ def problem(
     return None
 
 
-@selection.given
 @functools.lru_cache
 def unsupported(device: int) -> str | None:
     """Why a GPU has no products in eight bits, or None if it has."""
