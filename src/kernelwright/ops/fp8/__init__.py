@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import checks, selection
+from .. import checks
 from ..folder import FolderKernels
 from ..op import Op
 from . import reference
