@@ -4,9 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA GPU here: tests/gpu", allow_module_level=True)
-
 from kernelwright.ops import gelu
 from kernelwright.ops.gelu import cuda
 

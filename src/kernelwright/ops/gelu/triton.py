@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...backends.triton import TritonLaunch
-from ..glu.triton import STRETCH, activate
+from ..glu.triton import activate, tile_for
 from ..row.triton import locate, place
 from ..rows import rows_of
 
@@ -52,12 +52,7 @@ def plan(call: Call) -> TritonLaunch:
     rows = rows_of(call["out"].shape, [call[n] for n in pointers])
     sizes, strides = rows.padded()
     width = call["out"].shape[-1]
-    block = min(STRETCH, triton.next_power_of_2(width))
-    while block > 512 and width % block:
-        block //= 2
-    tile = 1
-    if width <= block:
-        tile = max(1, min(STRETCH // block, triton.next_power_of_2(rows.count)))
+    tile, block = tile_for(rows.count, width)
     return TritonLaunch(
         kernel=gelu_kernel,
         grid=(triton.cdiv(rows.count, tile) * triton.cdiv(width, block),),

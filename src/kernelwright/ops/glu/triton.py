@@ -71,17 +71,22 @@ def glu_kernel(
 STRETCH = 2048
 
 
+def tile_for(rows: int, width: int) -> tuple[int, int]:
+    """Rows of a program, and how much of each: one stretch, or several rows that are short."""
+    block = min(STRETCH, triton.next_power_of_2(width))
+    while block > 512 and width % block:
+        block //= 2
+    if width > block:
+        return 1, block
+    return max(1, min(STRETCH // block, triton.next_power_of_2(rows))), block
+
+
 def plan(unit: GluKernel, call: Call) -> TritonLaunch:
     rows = rows_of(call["out"].shape, [call[n] for n in unit.pointers])
     sizes, strides = rows.padded()
     width = call["out"].shape[-1]
     a, b = unit.offsets(call)
-    block = min(STRETCH, triton.next_power_of_2(width))
-    while block > 512 and width % block:
-        block //= 2
-    tile = max(1, min(STRETCH // block, triton.next_power_of_2(rows.count)))
-    if width > block:
-        tile = 1
+    tile, block = tile_for(rows.count, width)
     return TritonLaunch(
         kernel=glu_kernel,
         grid=(triton.cdiv(rows.count, tile) * triton.cdiv(width, block),),
