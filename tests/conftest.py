@@ -84,6 +84,7 @@ def half_products_in_float32():
         for name in ("mm", "addmm", "bmm", "baddbmm"):
             product = _product_in_float32(torch.library.get_kernel(f"aten::{name}", "CPU"))
             library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+        library.impl("addmm_", _added_in_place, "CPU", allow_override=True)
     # it lasts as long as the library is held
     yield library
 
@@ -96,6 +97,10 @@ def _product_in_float32(usual):
         return usual.call_boxed(keys, *(t.float() for t in tensors), **scales).to(dtype)
 
     return product
+
+
+def _added_in_place(total, *factors, **scales):
+    return total.copy_(torch.addmm(total, *factors, **scales))
 
 
 @pytest.fixture

@@ -126,6 +126,41 @@ def test_joined_rows_are_written_in_place_of_a_concatenation(dtype):
     assert cats.count == 0
 
 
+def test_where_rounding_may_change_the_last_product_is_the_sum_of_two():
+    model, (left, x) = Joined(), rows()
+    notes = check.Counter()
+    with torch.no_grad(), check.set_now(notes=notes), Cats() as cats:
+        got = model.fused(left, x, "fused")
+    torch.testing.assert_close(got, model.eager(left, x))
+    assert cats.count == 0
+    assert notes["linear + GELU, last product in two", "fused"] == 1
+
+
+@pytest.mark.parametrize("adapted", ["proj_mlp", "proj_out"])
+def test_an_adapter_or_a_hook_keeps_the_last_product_whole(adapted):
+    model, (left, x) = Joined(), rows()
+    seen = []
+    model.get_submodule(adapted).register_forward_hook(lambda *call: seen.append(call))
+    with torch.no_grad():
+        torch.testing.assert_close(model.fused(left, x, "fused"), model.eager(left, x))
+    assert len(seen) == 2
+
+
+def test_autocast_keeps_the_last_product_whole():
+    model, (left, x) = Joined(), rows()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model.fused(left, x, "fused"), model.eager(left, x))
+
+
+@pytest.mark.parametrize(("width", "begin"), [(32, 0), (32, 8), (32, 1), (30, 0), (1, 0)])
+def test_rows_are_copied_into_wider_ones(width, begin):
+    x = torch.randn(3, 4, begin + width).bfloat16()[..., begin:]
+    wide = torch.full((3, 4, width + 16), 7.0, dtype=torch.bfloat16)
+    fusions._copy(wide[..., :width], x)
+    assert torch.equal(wide[..., :width], x)
+    assert (wide[..., width:] == 7).all()
+
+
 def test_rows_of_another_dtype_are_joined_as_eager_does():
     model, (left, x) = Joined(), rows()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):

@@ -38,9 +38,11 @@ class FeedForwardPlaces(Places):
         return y
 
     def joined_linear(self, last: Any, left: Tensor, linear: Any, gelu: Any, x: Tensor) -> Tensor:
-        """last([left, gelu(linear(x))]): the activation writes its part of the joined rows."""
+        """last([left, gelu(linear(x))]), without a pass that joins the rows."""
         if torch.compiler.is_compiling() or not _is_gelu(gelu):
             return last(torch.cat([left, self.linear_gelu(linear, gelu, x)], dim=-1))
+        if self._may_split(last, left, linear, x):
+            return self._split_linear(last, left, linear, gelu, x)
         y = linear(x)
         if self.eight_bits is not None and left.dtype == y.dtype:
             activation = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
@@ -53,7 +55,7 @@ class FeedForwardPlaces(Places):
         def kernel() -> Tensor:
             width = left.shape[-1]
             rows = y.new_empty(*y.shape[:-1], width + y.shape[-1])
-            rows[..., :width].copy_(left)
+            _copy(rows[..., :width], left)
             self._gelu(y, gelu.approximate == "tanh", rows[..., width:])
             return rows
 
@@ -62,6 +64,34 @@ class FeedForwardPlaces(Places):
             declined(name, why)
             return last(eager())
         return last(site(name, eager, kernel))
+
+    def _may_split(self, last: Any, left: Tensor, linear: Any, x: Tensor) -> bool:
+        """Whether the last product may be the sum of two, in 16 bits."""
+        if self.exact or not (is_linear(last) and is_linear(linear)):
+            return False
+        if self.eight_bits is not None and self.eight_bits.wanted(last):
+            return False
+        if torch.is_autocast_enabled(x.device.type):  # which leaves an addition in place alone
+            return False
+        return _kept_apart(left, x) is None and not _recording(last.weight, linear.weight)
+
+    def _split_linear(self, last: Any, left: Tensor, linear: Any, gelu: Any, x: Tensor) -> Tensor:
+        """The product of either part by itself, the second added to the first: GELU stays in the
+        epilogue of its own product, and nothing is joined. 1142 against 1205 us at 4608 rows of
+        3072 and 12288 on H200."""
+
+        def kernel() -> Tensor:
+            width = left.shape[-1]
+            y = F.linear(left, last.weight[:, :width], last.bias)
+            tanh = gelu.approximate == "tanh"
+            rows = linear_gelu(x, linear.weight, linear.bias, approximate=tanh)
+            y.flatten(0, -2).addmm_(rows.flatten(0, -2), last.weight[:, width:].t())
+            return y
+
+        def eager() -> Tensor:
+            return last(torch.cat([left, gelu(linear(x))], dim=-1))
+
+        return site("linear + GELU, last product in two", eager, kernel)
 
     def _linear_gelu(
         self, linear: Any, gelu: Callable[[Tensor], Tensor], tanh: bool, x: Tensor
@@ -160,6 +190,18 @@ def _kept_apart(left: Tensor, right: Tensor) -> str | None:
     if type(left) is not Tensor or type(right) is not Tensor:
         return "tensors of a class of their own"
     return None
+
+
+def _copy(out: Tensor, x: Tensor) -> None:
+    """x into a part of wider rows, by 16 bytes where both allow it: PyTorch copies element by
+    element there."""
+    bits = x.data_ptr() | out.data_ptr()
+    for t in (x, out):
+        for size in (t.shape[-1], *t.stride()[:-1]):
+            bits |= size * t.element_size()
+    if bits % 16 == 0 and x.stride(-1) == 1:
+        x, out = x.view(torch.complex128), out.view(torch.complex128)
+    out.copy_(x)
 
 
 def _pass_through(layers: list[Any]) -> bool:
