@@ -143,7 +143,10 @@ def test_a_kernelized_model_errs_no_more_than_eager(package, name):
 @pytest.mark.parametrize("route", ["kernelize", "KernelConfig"])
 def test_a_gemma_with_layers_of_the_package_errs_no_more_than_eager(package, route):
     from kernels import Mode, get_local_kernel
+    from transformers.utils import is_kernels_available
 
+    if route == "KernelConfig" and not is_kernels_available():
+        pytest.skip("this version of transformers takes another one of kernels")
     model = model_of("Gemma", torch.bfloat16).cuda()
     inputs = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in words().items()}
     ours = copy.deepcopy(model)
