@@ -33,20 +33,23 @@ def wanted(arch: str) -> list[Kernel]:
         largest = kernels("triton", arch, everything=False)
         found += [k for k in largest if k.dtype == torch.float32]
         dtypes.append(torch.float32)
-    found += [attention(arch, dtype) for dtype in dtypes]
+    found += [attention(arch, dtype, keys=512) for dtype in dtypes]
     if arch == "sm_90":
+        found.append(attention(arch, half, keys=128))
         found += eight_bits(arch)
     return list({signature(k): k for k in found}.values())
 
 
-def attention(arch: str, dtype: torch.dtype) -> Kernel:
-    """It is made of other libraries' kernels too, so no op declares this one."""
+def attention(arch: str, dtype: torch.dtype, keys: int) -> Kernel:
+    """It is made of other libraries' kernels too, so no op declares this one. Few keys, which have
+    a kernel of their own, with a mask."""
     query = torch.empty(1, 8, 512, 64, dtype=dtype, device="meta")
-    out = foreign.allocate(query, query, query)
-    values = {"query": query, "key": query, "value": query, "mask": None, "out": out}
+    key, mask = query[:, :, :keys], query.new_empty(1, 1, 1, keys) if keys <= 128 else None
+    out = foreign.allocate(query, key, key)
+    values = {"query": query, "key": key, "value": key, "mask": mask, "out": out}
     values |= {"scale": None, "causal": False}
     call = Call(values, op="attention", exact=None, target=TARGETS[arch])
-    return Kernel(f"attention {dtype}", launch.plan(call), call, dtype, large=True)
+    return Kernel(f"attention {keys} {dtype}", launch.plan(call), call, dtype, large=True)
 
 
 def eight_bits(arch: str) -> list[Kernel]:

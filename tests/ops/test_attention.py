@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import as_good_as_eager
+from attended import LOWEST, hold, tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kernelwright.backends import Target, Unsupported
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops import attention
-from kernelwright.ops.attention import foreign, launch, reference, sdpa
+from kernelwright.ops.attention import foreign, launch, reference, tiles
 from kernelwright.ops.op import Call
 
 pytestmark = pytest.mark.usefixtures("rounding_interpreter")
@@ -19,31 +19,6 @@ interpreted = pytest.mark.skipif(not interpreting(), reason="a GPU is here: test
 quiet = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 ON_CPU = ["auto", "torch", "math", pytest.param("triton", marks=interpreted)]
 HALVES = [torch.float16, torch.bfloat16]
-LOWEST = torch.finfo(torch.float32).min
-
-
-def tensors(batch, heads, groups, queries, keys, dim, value_dim=None, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(queries * 1000 + keys)
-    shapes = (
-        (batch, heads, queries, dim),
-        (batch, groups, keys, dim),
-        (batch, groups, keys, value_dim or dim),
-    )
-    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
-
-
-def hold(got, query, key, value, mask=None, scale=None, causal=False, eager="torch"):
-    """The bar: the error of eager in the same dtype, and a rounding of the output.
-
-    Eager's error counts twice: kernels round the weights before the second product, and the
-    output; PyTorch's math rounds the output alone.
-    """
-    wide = [t.double() for t in (query, key, value)]
-    wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    truth = reference.attention(*wide, wide_mask, scale, causal)
-    chain = sdpa.KERNELS.get(eager, sdpa.default)
-    doubled = truth + 2 * (chain(query, key, value, mask, scale, causal).double() - truth)
-    as_good_as_eager(got, truth, doubled)
 
 
 def test_the_reference_is_the_formula():
@@ -285,7 +260,7 @@ def test_tiles_fit_every_gpu():
             for dim in (16, 64, 72, 128, 200, 256):
                 for queries in (1, 50, 5000):
                     for row_mask in (False, True):
-                        tile = launch.tile_for(capability, dtype, dim, queries, row_mask)
+                        tile = tiles.tile_for(capability, dtype, dim, queries, row_mask)
                         assert tile.rows >= 16
                         assert tile.keys >= 16
                         assert queries > 16 or tile.rows == 16

@@ -15,6 +15,7 @@ H200 = limits.Request(
     head_dim=64,
     value_dim=64,
     mask="none",
+    mask_rows=False,
     causal=False,
     grad=False,
     mask_grad=False,
@@ -24,11 +25,21 @@ H200 = limits.Request(
 )
 LONG = {"queries": 32760, "keys": 32760}
 WIDE = {"head_dim": 128, "value_dim": 128}
+FEW = {"queries": 8064, "keys": 128}
 CHOICES = [
     ({}, "cudnn"),
     ({"queries": 8064, "keys": 8064}, "fa4"),
     ({"queries": 4429, "keys": 4429}, "fa4"),
-    ({"queries": 8064, "keys": 128}, "cudnn"),
+    (FEW, "triton"),
+    (FEW | {"mask": "float"}, "triton"),
+    (FEW | {"mask": "bool"}, "triton"),
+    (FEW | {"mask": "other"}, "triton"),
+    (FEW | {"mask": "float", "mask_rows": True}, "cudnn"),
+    (FEW | {"mask": "float", "causal": True}, "cudnn"),
+    (FEW | {"mask": "float", "keys": 129}, "cudnn"),
+    (FEW | {"mask": "float", "grad": True}, "efficient"),
+    (FEW | {"mask": "float", "mask_grad": True}, "efficient"),
+    (FEW | {"mask": "float", "capability": (10, 0)}, "cudnn"),
     ({"queries": 4608, "keys": 4608} | WIDE, "cudnn"),
     (LONG | WIDE, "fa4"),
     (LONG | {"mask": "bool"}, "cudnn"),
@@ -45,7 +56,7 @@ CHOICES = [
     ({"head_dim": 13, "value_dim": 13, "mask": "bool"}, "triton"),
     ({"head_dim": 256, "value_dim": 256}, "flash"),
     ({"head_dim": 512, "value_dim": 512}, "efficient"),
-    ({"keys": 1}, "flash"),
+    ({"queries": 512, "keys": 1}, "flash"),
     ({"disabled": ("cudnn",)}, "flash"),
     ({"disabled": ("cudnn", "flash", "efficient")}, "triton"),
     ({"deterministic": True, "grad": True}, "flash"),
@@ -69,6 +80,24 @@ def everything_installed(monkeypatch):
 def test_auto_takes_what_the_table_says(change, expected):
     chosen = choice.choose(H200._replace(**change))
     assert chosen.backend == expected, chosen.reason
+
+
+@pytest.mark.usefixtures("everything_installed")
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+def test_few_keys_are_ours_where_that_was_measured(mask):
+    few = H200._replace(**FEW, mask=mask)
+    assert choice.choose(few).backend == "triton"
+    assert choice.choose(few._replace(queries=choice.FEW_KEYS_QUERIES - 1)).backend == "cudnn"
+    assert choice.choose(few._replace(aligned=False)).reason.startswith("takes any head_dim")
+
+
+def test_a_request_says_whether_a_mask_differs_by_query():
+    query, key = torch.empty(2, 4, 9, 8), torch.empty(2, 4, 5, 8)
+    for shape, rows in (((5,), False), ((9, 1), True), ((2, 1, 1, 5), False), ((9, 5), True)):
+        mask = torch.zeros(shape)
+        assert choice.request_of(query, key, key, mask, False).mask_rows is rows
+    repeated = torch.zeros(2, 1, 1, 5).expand(2, 4, 9, 5)
+    assert not choice.request_of(query, key, key, repeated, False).mask_rows
 
 
 def test_auto_without_flash_attn_4_stays_with_pytorch(monkeypatch):

@@ -23,7 +23,10 @@ NOTE = (
 )
 
 # the kernels of this library: CUDA's by their entry point, Triton's by their function
-OURS = r"^(kernelwright_\w+|kernelwright::\w+|(row|rope|glu|gelu|attention|quantize)_kernel)"
+OURS = (
+    r"^(kernelwright_\w+|kernelwright::\w+"
+    r"|(row|channel_norm|rope|glu|gelu|attention(_few_keys)?|quantize)_kernel)"
+)
 _OURS = re.compile(OURS)
 _INDUCTOR = re.compile(r"^(triton|cpp)_(poi|red|per|for|fused)")
 _INDUCTOR_TEMPLATE = re.compile(r"^triton_(tem|mm|bmm)")

@@ -11,6 +11,15 @@ Forward, bf16, one H200, torch 2.11, microseconds:
     1 x 24 x 4608 x 128 (FLUX)            424            809             467
     1 x 12 x 32760 x 128 (Wan)          11608          18447           10325
     1 x 32/8 x 4096 x 128 causal          279            524             303
+
+Attention to few keys, ours in Triton beside it and a copy of query and result, in a later run:
+
+    [batch, heads, queries, head_dim], keys     cuDNN    masked    ours    masked    copy
+    2 x 32 x 1320 x 64, 128  (LTX 25f)           17.7      24.9    13.3      13.9     7.2
+    2 x 32 x 2688 x 64, 128  (LTX 49f)           27.2      40.5    19.7      20.5    12.5
+    2 x 32 x 8064 x 64, 128  (LTX 161f)          68.3     105.2    48.3      49.5    33.0
+    2 x 10 x 4096 x 64, 77   (SDXL)              17.3         -    13.1         -     7.2
+    2 x 20 x 1024 x 64, 77   (SDXL)              12.5         -     8.8         -     4.6
 """
 
 from __future__ import annotations
@@ -19,7 +28,8 @@ import torch
 from torch import Tensor
 
 from ..selection import Choice
-from . import limits
+from . import limits, tiles
+from .launch import mask_strides
 from .limits import Request
 
 BACKENDS = ("auto", "torch", "triton", "cudnn", "flash", "efficient", "math", "fa4", "hub")
@@ -29,6 +39,8 @@ BACKENDS = ("auto", "torch", "triton", "cudnn", "flash", "efficient", "math", "f
 FA4_TOKENS_64 = 4429
 # head_dim 128: 10% more at 4,608, 11% less at 32,760; this is the geometric middle of the two
 FA4_TOKENS_128 = 12288
+# queries from which ours beats cuDNN where keys are few, on an H200; fewer were not tried
+FEW_KEYS_QUERIES = 1024
 
 
 def request_of(
@@ -45,6 +57,7 @@ def request_of(
         head_dim=query.shape[3],
         value_dim=value.shape[3],
         mask=_mask_kind(mask, query.dtype),
+        mask_rows=mask_strides(mask)[2] != 0,
         causal=causal,
         grad=grad and (query.requires_grad or key.requires_grad or value.requires_grad),
         mask_grad=grad and mask is not None and mask.requires_grad,
@@ -86,6 +99,7 @@ def choose_for(device: torch.device, dtype: torch.dtype) -> Choice:
             dtype=dtype,
             **shape,
             mask="none",
+            mask_rows=False,
             causal=False,
             grad=False,
             mask_grad=False,
@@ -105,6 +119,10 @@ def _order(r: Request) -> list[tuple[str, str]]:
         from_tokens = FA4_TOKENS_64 if r.head_dim <= 64 else FA4_TOKENS_128
         if min(r.queries, r.keys) >= from_tokens and limits.fa4_installed():
             order.append(("fa4", f"fastest on an H200 from {from_tokens} tokens"))
+    if r.aligned and not (r.grad or r.mask_grad) and r.queries >= FEW_KEYS_QUERIES:
+        shape = r.queries, r.keys, max(r.head_dim, r.value_dim)
+        if tiles.few_keys(r.capability, r.dtype, *shape, r.causal, r.mask_rows):
+            order.append(("triton", "holds all keys of a head: fastest on an H200 for so few"))
     # cuDNN's backward gives NaN for some masked lengths (pytorch issue 196678, torch 2.11 on H200)
     if major in (9, 10) and not (masked and r.grad):
         measured = "fastest on an H200 at these sizes" if major == 9 else ""

@@ -1,69 +1,22 @@
-"""How the Triton kernel is launched: tile sizes a GPU, and a call in the kernel's own words."""
+"""How the Triton kernels are launched: a call in their own words."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...backends import Unsupported
+from . import tiles
 
 if TYPE_CHECKING:
     from ...backends.triton import TritonLaunch
     from ..plan import Call
 
 MAX_HEAD_DIM = 256
-MAX_PROGRAMS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Query rows and keys a step, and how the work is spread."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# Chosen from compiled code (triton 3.9): the largest tiles of FlexAttention's defaults for H100 and
-# A100 that ptxas fits without spilling, not yet from timings. Keyed by the padded head_dim.
-HOPPER = {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)}
-# two stages at 128: three take 98 KB, and sm_86, sm_89 and sm_120 have 99 KB of shared memory
-AMPERE = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
-# a mask with its own row a query: an address an element when its rows are not aligned, so
-# smaller tiles (128 x 64 at head_dim 128 spills 590 bytes on sm_90, 64 x 32 none)
-ROW_MASK = {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)}
-# no tensor cores (float32 in full precision; Triton has no mma for sm_75): each thread holds whole
-# rows of the product, 64 x 32 over 8 warps takes 208 to 254 registers
-SCALAR = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
-
-
-def tile_for(
-    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, queries: int, row_mask: bool
-) -> Tile:
-    """The tile for a head_dim; short queries take fewer rows."""
-    if dtype == torch.float32 or capability < (8, 0):
-        table = SCALAR
-    elif row_mask:
-        table = ROW_MASK
-    else:
-        table = HOPPER if capability[0] in (9, 10) else AMPERE
-    tile = table[max(64, padded(head_dim))]
-    if padded(head_dim) != head_dim and table is not HOPPER:
-        # masking the columns takes registers too: 72 at 128 x 64 spills on sm_80, 128 does not
-        tile = replace(tile, keys=max(16, tile.keys // 2))
-    if queries <= 16:
-        return replace(tile, rows=16, warps=4)
-    return replace(tile, rows=64) if queries <= 64 < tile.rows else tile
-
-
-def padded(width: int) -> int:
-    """The power of two a head_dim is padded to; tensor cores need 16 at least."""
-    return max(16, 1 << (width - 1).bit_length())
+MAX_PROGRAMS, MAX_DEPTH = 2**31 - 1, 2**16 - 1
 
 
 def mask_strides(mask: Tensor | None) -> tuple[int, int, int, int]:
@@ -81,61 +34,141 @@ def common_unit(strides: tuple[int, ...], most: int) -> int:
 
 
 def plan(call: Call) -> TritonLaunch:
-    from ...backends.triton import TritonLaunch, interpreting
-    from .triton import attention_kernel
-
     query, key, value, mask, out = (call[n] for n in ("query", "key", "value", "mask", "out"))
-    batch, heads, queries, head_dim = query.shape
-    groups, keys, value_dim = key.shape[1], key.shape[2], value.shape[-1]
-    wider = max(head_dim, value_dim)
+    queries, wider = query.shape[2], max(query.shape[3], value.shape[3])
     if wider > MAX_HEAD_DIM:
         raise Unsupported(f"head_dim {wider}; the kernel holds up to {MAX_HEAD_DIM}")
-    scale = head_dim**-0.5 if call["scale"] is None else call["scale"]
-    kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
-    *mask_rows, mask_column = mask_strides(mask)
-    tensors = (query, key, value, out)
-    strides = tuple(s for t in tensors for s in _row_strides(t))
-    unit, mask_unit = common_unit(strides, 8), common_unit(tuple(mask_rows), 16)
-    block_d, block_e = padded(head_dim), padded(value_dim)
-    tile = tile_for(call.target.capability, query.dtype, wider, queries, mask_rows[2] != 0)
+    capability, dtype, causal = call.target.capability, query.dtype, bool(call["causal"])
+    row_mask = mask_strides(mask)[2] != 0
+    walk = tiles.FEW_KEYS_WALK
+    # the kernel for few keys counts the elements of a block in 32 bits, and batches along z
+    rows = max(walk.rows, tiles.FEW_KEYS)
+    near = rows * max(t.stride(2) for t in (query, key, value, out)) < 2**31
+    if (
+        near
+        and query.shape[0] <= MAX_DEPTH
+        and tiles.few_keys(capability, dtype, queries, key.shape[2], wider, causal, row_mask)
+    ):
+        return _plan_few_keys(call, walk)
+    return _plan_blocks(call, tiles.tile_for(capability, dtype, wider, queries, row_mask))
+
+
+def _plan_blocks(call: Call, tile: tiles.Tile) -> TritonLaunch:
+    """One program a block of query rows, which goes over the keys."""
+    from .triton import attention_kernel
+
+    batch, heads, queries, _ = call["query"].shape
     programs = -(-queries // tile.rows) * batch * heads
-    if programs > MAX_PROGRAMS:
-        raise Unsupported(f"{programs} blocks of queries; a launch holds up to {MAX_PROGRAMS}")
-    units = [s // unit for s in strides]
-    return TritonLaunch(
+    scale, constants = _scale(call), _constants(call)
+    return _launch(
+        call,
         kernel=attention_kernel,
         grid=(programs,),
+        # the kernel reads a float mask in natural units
+        scale=scale if constants["MASK"] == "float" else scale * math.log2(math.e),
+        constants=constants
+        | {
+            "BQ": tile.rows,
+            "BK": tile.keys,
+            "MASK_ROWS": mask_strides(call["mask"])[2] != 0,
+            "CAUSAL": bool(call["causal"]),
+            "POSITIVE": scale > 0,
+        },
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+
+
+def _plan_few_keys(call: Call, walk: tiles.Walk) -> TritonLaunch:
+    """A few programs a head, which hold its keys and go over its query rows."""
+    from .few_keys import attention_few_keys_kernel
+
+    batch, heads, queries, _ = call["query"].shape
+    keys, scale, constants = call["key"].shape[2], _scale(call), _constants(call)
+    slots = walk.resident * call.target.multiprocessors
+    blocks, block_k = -(-queries // walk.rows), tiles.padded(keys)
+    return _launch(
+        call,
+        kernel=attention_few_keys_kernel,
+        grid=(heads, tiles.programs_a_head(blocks, batch * heads, slots), batch),
+        scale=scale * math.log2(math.e),
+        constants=constants
+        | {
+            "BQ": walk.rows,
+            "BK": block_k,
+            "BIAS": constants["MASK"] != "none" or keys != block_k or scale <= 0,
+            "GROUPED": heads != call["key"].shape[1],
+            "STAGES": walk.stages,
+        },
+        warps=walk.warps,
+        stages=walk.stages,
+    )
+
+
+def _scale(call: Call) -> float:
+    return float(call["query"].shape[3] ** -0.5 if call["scale"] is None else call["scale"])
+
+
+def _constants(call: Call) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    from ...backends.triton import interpreting
+
+    query, mask = call["query"], call["mask"]
+    head_dim, value_dim = query.shape[3], call["value"].shape[3]
+    *mask_rows, mask_column = mask_strides(mask)
+    return {
+        "D": head_dim,
+        "E": value_dim,
+        "BD": tiles.padded(head_dim),
+        "BE": tiles.padded(value_dim),
+        "UNIT": common_unit(_strides(call), 8),
+        "MASK": "none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        "MASK_UNIT": common_unit(tuple(mask_rows), 16),
+        "MASK_COLUMNS": mask_column != 0,
+        "WIDEN": interpreting() and query.dtype == torch.bfloat16,
+    }
+
+
+def _launch(
+    call: Call,
+    kernel: Any,
+    grid: tuple[int, ...],
+    scale: float,
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+) -> TritonLaunch:
+    from ...backends.triton import TritonLaunch
+
+    if grid[0] > MAX_PROGRAMS:
+        raise Unsupported(f"{grid[0]} blocks of queries; a launch holds up to {MAX_PROGRAMS}")
+    heads, groups = call["query"].shape[1], call["key"].shape[1]
+    units = [s // constants["UNIT"] for s in _strides(call)]
+    return TritonLaunch(
+        kernel=kernel,
+        grid=grid,
         pointers=("query", "key", "value", "mask", "out"),
         scalars=(
-            float(scale) if kind == "float" else float(scale) * math.log2(math.e),
-            queries,
-            keys,
+            scale,
+            call["query"].shape[2],
+            call["key"].shape[2],
             heads,
             heads // groups,
             *units[:9],
-            *(s // mask_unit for s in mask_rows),
+            *(s // constants["MASK_UNIT"] for s in mask_strides(call["mask"])[:3]),
             *units[9:],
         ),
-        constants={
-            "D": head_dim,
-            "E": value_dim,
-            "BQ": tile.rows,
-            "BK": tile.keys,
-            "BD": block_d,
-            "BE": block_e,
-            "UNIT": unit,
-            "MASK": kind,
-            "MASK_UNIT": mask_unit,
-            "MASK_ROWS": mask_rows[2] != 0,
-            "MASK_COLUMNS": mask_column != 0,
-            "CAUSAL": bool(call["causal"]),
-            "POSITIVE": scale > 0,
-            "WIDEN": interpreting() and query.dtype == torch.bfloat16,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        # in the order of the kernel's own arguments: a launch passes them by place
+        constants={n: constants[n] for n in kernel.arg_names if n in constants},
+        num_warps=warps,
+        num_stages=stages,
         alignment=call.alignment,
     )
+
+
+def _strides(call: Call) -> tuple[int, ...]:
+    """Those of query, key, value and output, three each."""
+    return tuple(s for n in ("query", "key", "value", "out") for s in _row_strides(call[n]))
 
 
 def _row_strides(t: Tensor) -> tuple[int, ...]:

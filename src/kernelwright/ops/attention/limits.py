@@ -34,6 +34,7 @@ class Request(NamedTuple):
     head_dim: int
     value_dim: int
     mask: str
+    mask_rows: bool  # it differs from query to query
     causal: bool
     grad: bool
     mask_grad: bool
