@@ -5,7 +5,7 @@
 //   y = (a cos - b sin, b cos + a sin)
 //
 // A row is a head, or all heads of a token when the norm runs across them; its rotation repeats
-// every D elements. Blocks of query and key alternate in the ratio of their rows, so that both meet
+// every D elements. A thread group takes EACH heads of a token, which share its table. Blocks of query and key alternate in the ratio of their rows, so that both meet
 // a token's table while it is in the cache.
 #pragma once
 #include "ops/row/norms.cuh"
@@ -44,8 +44,8 @@ template <class W, class C, int V, int A, int LAYOUT, bool HALF_TABLE, bool WEIG
 
 // C: dtype of the tables. D: what the rotation repeats over. A: elements that alignment lets move
 // at once. HALF_TABLE: tables hold D/2 columns. Turn: how the rotation rounds.
-template <class X, class W, class C, class S, int A, int BLOCK, int DIMS, int D, int LAYOUT, bool HALF_TABLE,
-          bool WEIGHTED, class Norm, class Round, class Turn>
+template <class X, class W, class C, class S, int A, int BLOCK, int EACH, int DIMS, int D, int LAYOUT,
+          bool HALF_TABLE, bool WEIGHTED, class Norm, class Round, class Turn>
 __device__ __forceinline__ void rope(const RopeArgs& a) {
   constexpr int K = S::K, V = S::V, GROUPS = BLOCK / S::THREADS;
   static_assert(LAYOUT != INTERLEAVED || V % 2 == 0);
@@ -53,6 +53,8 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   // a head whose vectors all sit in one thread group swaps halves by shuffles, others through memory
   constexpr bool SHUFFLED = LAYOUT == HALF && K == 1 && S::N == D && S::FULL && S::THREADS <= 32;
   constexpr bool EXCHANGED = LAYOUT == HALF && !SHUFFLED;
+  // several rows at a time only where they need no shared memory
+  static_assert(EACH == 1 || (S::THREADS <= 32 && !EXCHANGED));
   __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
   __shared__ float exchange[EXCHANGED ? GROUPS : 1][EXCHANGED ? S::N : 1];
 
@@ -65,86 +67,94 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   }
   const Rows& rows = second ? a.k_rows : a.q_rows;
   const int group = threadIdx.x / S::THREADS;
-  const i64 number = (i64)block * GROUPS + group;
+  const i64 number = ((i64)block * GROUPS + group) * EACH;
   const bool live = number < rows.count;
-  const RowIndex<DIMS> at(live ? number : rows.count - 1, rows);
-  const X* x = (const X*)(second ? a.key : a.query) + at.offset(second ? a.at_key : a.at_query);
+  const RowIndex<DIMS> at(live ? number : rows.count - EACH, rows);
+  const Place at_x = second ? a.at_key : a.at_query, at_y = second ? a.at_k_out : a.at_q_out;
+  const X* x = (const X*)(second ? a.key : a.query) + at.offset(at_x);
   const W* weight = (const W*)(second ? a.k_weight : a.q_weight);
   const C* cos = (const C*)a.cos + at.offset(second ? a.at_k_cos : a.at_q_cos);
   const C* sin = (const C*)a.sin + at.offset(second ? a.at_k_sin : a.at_q_sin);
-  X* y = (X*)(second ? a.k_out : a.q_out) + at.offset(second ? a.at_k_out : a.at_q_out);
+  X* y = (X*)(second ? a.k_out : a.q_out) + at.offset(at_y);
 
   using Operands = RopeOperands<W, C, V, A, LAYOUT, HALF_TABLE, WEIGHTED>;
   constexpr bool EARLY = K * Operands::BYTES <= 320;
-  Vec<X, V, A> held[K];
+  Vec<X, V, A> held[EACH][K];
   Operands early[EARLY ? K : 1];
 #pragma unroll
-  for (int k = 0; k < K; k++)
-    if (S::inside(k)) held[k].load(x + S::vector(k) * V);
+  for (int e = 0; e < EACH; e++)
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      if (S::inside(k)) held[e][k].load(x + e * at_x.inner + S::vector(k) * V);
   if constexpr (EARLY) {
 #pragma unroll
     for (int k = 0; k < K; k++)
       if (S::inside(k)) early[k].load(weight, cos, sin, S::vector(k) * V, D);
   }
-
-  Norm norm;
-  norm.template measure<S>([&](int k, int i) { return held[k].get(i); }, a.eps, second ? a.k_factor : a.q_factor,
-                           shared);
   auto operands = [&](int k) {
     if constexpr (EARLY) return early[k];
     Operands late;
     late.load(weight, cos, sin, S::vector(k) * V, D);
     return late;
   };
-  auto normed = [&](int k, int i, const Operands& with) {
-    return norm.template apply<Round>(held[k].get(i), WEIGHTED, WEIGHTED ? with.weight.get(i) : 1.f, false, 0.f);
-  };
 
-  if constexpr (EXCHANGED) {
+  Norm norm[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; e++)
+    norm[e].template measure<S>([&](int k, int i) { return held[e][k].get(i); }, a.eps,
+                                second ? a.k_factor : a.q_factor, shared);
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    auto normed = [&](int k, int i, const Operands& with) {
+      const float w = WEIGHTED ? with.weight.get(i) : 1.f;
+      return norm[e].template apply<Round>(held[e][k].get(i), WEIGHTED, w, false, 0.f);
+    };
+    if constexpr (EXCHANGED) {
+#pragma unroll
+      for (int k = 0; k < K; k++)
+        if (S::inside(k)) {
+          const Operands with = operands(k);
+#pragma unroll
+          for (int i = 0; i < V; i++) exchange[group][S::vector(k) * V + i] = normed(k, i, with);
+        }
+      if constexpr (S::THREADS > 32) __syncthreads(); else __syncwarp();
+    }
 #pragma unroll
     for (int k = 0; k < K; k++)
       if (S::inside(k)) {
+        const int c = S::vector(k) * V;
         const Operands with = operands(k);
+        Vec<X, V, A> o;
+        if constexpr (LAYOUT == UNROTATED) {
 #pragma unroll
-        for (int i = 0; i < V; i++) exchange[group][S::vector(k) * V + i] = normed(k, i, with);
-      }
-    if constexpr (S::THREADS > 32) __syncthreads(); else __syncwarp();
-  }
+          for (int i = 0; i < V; i++) o.set(i, normed(k, i, with));
+        } else if constexpr (LAYOUT == INTERLEAVED) {
 #pragma unroll
-  for (int k = 0; k < K; k++)
-    if (S::inside(k)) {
-      const int c = S::vector(k) * V;
-      const Operands with = operands(k);
-      Vec<X, V, A> o;
-      if constexpr (LAYOUT == UNROTATED) {
-#pragma unroll
-        for (int i = 0; i < V; i++) o.set(i, normed(k, i, with));
-      } else if constexpr (LAYOUT == INTERLEAVED) {
-#pragma unroll
-        for (int i = 0; i < V; i += 2) {
-          const int ci = Operands::column(i), cj = Operands::column(i + 1);
-          const float e = normed(k, i, with), f = normed(k, i + 1, with);
-          o.set(i, Turn::add(Turn::mul(e, with.cos.get(ci)), Turn::mul(-f, with.sin.get(ci))));
-          o.set(i + 1, Turn::add(Turn::mul(f, with.cos.get(cj)), Turn::mul(e, with.sin.get(cj))));
-        }
-      } else {
-        const bool front = c % D < D / 2;
-        const int partner = front ? c + D / 2 : c - D / 2;
-#pragma unroll
-        for (int i = 0; i < V; i++) {
-          float own, other;
-          if constexpr (SHUFFLED) {
-            own = normed(k, i, with);
-            other = __shfl_xor_sync(~0u, own, S::THREADS / 2);
-          } else {
-            own = exchange[group][c + i];
-            other = exchange[group][partner + i];
+          for (int i = 0; i < V; i += 2) {
+            const int ci = Operands::column(i), cj = Operands::column(i + 1);
+            const float l = normed(k, i, with), r = normed(k, i + 1, with);
+            o.set(i, Turn::add(Turn::mul(l, with.cos.get(ci)), Turn::mul(-r, with.sin.get(ci))));
+            o.set(i + 1, Turn::add(Turn::mul(r, with.cos.get(cj)), Turn::mul(l, with.sin.get(cj))));
           }
-          o.set(i, Turn::add(Turn::mul(own, with.cos.get(i)), Turn::mul(front ? -other : other, with.sin.get(i))));
+        } else {
+          const bool front = c % D < D / 2;
+          const int partner = front ? c + D / 2 : c - D / 2;
+#pragma unroll
+          for (int i = 0; i < V; i++) {
+            float own, other;
+            if constexpr (SHUFFLED) {
+              own = normed(k, i, with);
+              other = __shfl_xor_sync(~0u, own, S::THREADS / 2);
+            } else {
+              own = exchange[group][c + i];
+              other = exchange[group][partner + i];
+            }
+            o.set(i, Turn::add(Turn::mul(own, with.cos.get(i)), Turn::mul(front ? -other : other, with.sin.get(i))));
+          }
         }
+        if (live) o.store(y + e * at_y.inner + c);
       }
-      if (live) o.store(y + c);
-    }
+  }
 }
 
 }  // namespace kernelwright

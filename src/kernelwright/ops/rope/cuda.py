@@ -25,6 +25,10 @@ WIDE = 1024
 # and as many threads as other rows have, in place at 2x2688x2048 on H200
 NARROW_TABLES = {"threads": 128, "vector": 4}
 
+# heads that a thread group takes where the GPU has rows enough, FULL to a multiprocessor: its table
+# is read once for them, and their loads are under way together
+EACH, FULL = 4, 128
+
 
 def plan(rope: RopeCall, call: Call) -> CudaLaunch:
     q_rows, k_rows = rope.rows("query"), rope.rows("key") or EMPTY
@@ -51,15 +55,17 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
         block //= 2
     if rope.layout == "half" and rope.rotates and block // threads * width > MAX_EXCHANGE:
         raise Unsupported(f"rows of {width} are too wide to exchange halves")
-    q_blocks, k_blocks = (-(-r.count // (block // threads)) for r in both)
+    each = _each(rope, both, vector * threads == width and threads <= 32, call)
+    q_blocks, k_blocks = (-(-r.count // (block // threads * each)) for r in both)
     layout = {"interleaved": "INTERLEAVED", "half": "HALF"}[rope.layout]
     weighted = rope.tensors["q_weight"] is not None
     types = ", ".join(TYPES[t] for t in (dtype, rope.dtype("q_weight", "k_weight"), table))
     rounding, turn = _roundings(rope, call.exact, table)
+    dims = max(len(r.sizes) for r in both)
     return CudaLaunch(
         source="ops/rope/cuda.cuh",
         template=f"kernelwright::rope<{types}, kernelwright::Spread<{width}, {vector}, {threads}>, "
-        f"{min(room, vector)}, {block}, {max(len(r.sizes) for r in both)}, {rope.rotation}, "
+        f"{min(room, vector)}, {block}, {each}, {dims}, {rope.rotation}, "
         f"kernelwright::{layout if rope.rotates else 'UNROTATED'}, {str(rope.half_table).lower()}, "
         f"{str(weighted).lower()}, kernelwright::{order.norm}, kernelwright::{rounding}, "
         f"kernelwright::{turn}>",
@@ -82,6 +88,21 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
         ),
         alignment=min(16, min(room, vector) * dtype.itemsize),
     )
+
+
+def _each(rope: RopeCall, rows: tuple[Rows, Rows], alone: bool, call: Call) -> int:
+    """Rows that a thread group takes; `alone`: it holds a row in one vector a thread, and needs no
+    shared memory for it."""
+    if not alone or (rope.rotates and rope.layout == "half" and rope.width != rope.rotation):
+        return 1
+    if sum(r.count for r in rows) < EACH * FULL * call.target.multiprocessors:
+        return 1
+    for r in rows:
+        sizes, strides = r.padded()
+        # its operands: rows, tables, result
+        if r.count and (sizes[2] % EACH or (rope.rotates and (strides[1][2] or strides[2][2]))):
+            return 1
+    return EACH
 
 
 def _widest(rope: RopeCall, table: torch.dtype) -> int:
