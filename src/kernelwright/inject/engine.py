@@ -68,7 +68,8 @@ def inject(
         numerics: "exact" gives the bits of eager PyTorch: every module is compared with its own
             forward the first time it sees a shape, and stays eager if it differs. "fused" rounds
             once where eager rounds after every step; its error is not above eager's.
-        graphs: replay the forward of the denoiser, or of the model given, as a CUDA graph.
+        graphs: replay the forward of the denoiser and of text encoders, or of the model given, as
+            CUDA graphs.
         only, skip: names of components ("vae"), of classes ("LTXAttention") or of modules
             ("transformer_blocks.0.*"), one or several.
         verify: in "fused", check every module at every new shape, not one of each class once.
@@ -201,6 +202,8 @@ def _plan(
         line = partial(Line, part.name, places(name), full_name(type(module)), _weight(module))
         if why is None and (no := selection.leaves_out(part, name, module)):
             why = no
+        if why is None and patch is not None and numerics == "exact":
+            why = patch.not_exact
         if why is None:
             why = slots.why_not(module)
         if why is not None or patch is None:
@@ -221,10 +224,10 @@ def _plan(
         lines += _quantise(part, selection, injection, eight_bits, named)
     report.add(lines)
     wrap: Graphs | None = None
-    if graphs and part.denoises:
+    if graphs and (part.denoises or _encodes(part, selection)):
         from .graphs import Graphs
 
-        wrap = Graphs()
+        wrap = Graphs(name=part.name)
         report.graphs.append(wrap)
     for module in named.values():
         chain = _chain(module) if injection.forwards else None
@@ -232,6 +235,11 @@ def _plan(
         if (chain or graphed) and slots.why_not(module) is None:
             injection.forwards.append((ref(module), _whole(type(module), chain, graphed)))
     return injection
+
+
+def _encodes(part: Part, selection: Selection) -> bool:
+    """Whether a part is an encoder that the person wants changed."""
+    return part.encodes and selection.leaves_out(part, "", part.model) is None
 
 
 def _quantise(

@@ -36,21 +36,23 @@ class Graphs:
     """CUDA graphs of one model's forward, one for each signature of its inputs.
 
     `limit` graphs are kept, the least recently used is dropped first. A copy of a model that shares
-    this object gets graphs of its own; a copy of this object starts empty.
+    this object gets graphs of its own; a copy of this object starts empty. `name` is the model's in
+    its pipeline.
     """
 
     recorder: ClassVar[type[Recorder]] = CudaRecorder
 
-    def __init__(self, limit: int = 8) -> None:
+    def __init__(self, limit: int = 8, name: str = "") -> None:
         if limit < 1:
             raise ValueError(f"Graphs: limit is {limit}, expected at least 1")
         self.limit = limit
+        self.name = name
         self.reasons: dict[str, int] = {}
         self._recorder = self.recorder()
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[Graphs], tuple[int]]:
-        return type(self), (self.limit,)
+    def __reduce__(self) -> tuple[type[Graphs], tuple[int, str]]:
+        return type(self), (self.limit, self.name)
 
     def __call__(
         self,
@@ -90,8 +92,10 @@ class Graphs:
 
         >>> Graphs().describe()
         '0 graphs'
+        >>> Graphs(name="text_encoder").describe()
+        'text_encoder: 0 graphs'
         """
-        line = _counted(self.captured, "graph")
+        line = f"{self.name}: " * bool(self.name) + _counted(self.captured, "graph")
         if not self.reasons:
             return line
         reasons = Counter(self.reasons).most_common()
@@ -127,7 +131,9 @@ class Graphs:
                 if graph is None:
                     return True, self._capture(known, model, forward, call)
                 known.graphs.move_to_end(call.key)
-                return True, graph(call.tensors)
+                result = graph(call.tensors)
+                graph.check_decisions()
+                return True, result
 
     def _run_ahead(self, model: nn.Module, call: Call) -> tuple[bool, Any]:
         """Replay first and look afterwards, while the GPU is at work, whether that was right. What
@@ -142,6 +148,7 @@ class Graphs:
         if not known.watch.same(model) or not graph.holds():
             return False, None
         known.check(model, call)
+        graph.check_decisions()
         known.graphs.move_to_end(call.key)
         return True, result
 

@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 from ...ops.selection import surrounding
 from .memory import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_no_container, is_simple
 
+# where transformers has the hooks by which models collect what their layers return
+OUTPUT_HOOKS = "transformers.utils.output_capturing"
+
 
 class Call:
     """The inputs of a call, taken apart. Calls with one key can share a graph."""
@@ -117,6 +120,9 @@ def check_surroundings() -> None:
         raise Refusal("inside torch.jit.trace")
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         raise Refusal("a hook on all modules")
+    collector = getattr(sys.modules.get(OUTPUT_HOOKS), "_active_collector", None)
+    if collector is not None and collector.get():
+        raise Refusal("inside a model that collects what its layers return")
 
 
 def listed(devices: Iterable[torch.device]) -> str:

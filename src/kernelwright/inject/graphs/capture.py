@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import adapters
+from .masks import Decisions
 from .memory import Refusal, Results, Room
 from .prelude import Prelude
 from .recorder import Recorder
@@ -86,11 +87,12 @@ class Captured:
         leaves = pytree.tree_leaves((args, kwargs))
         device = memory[0].device
         prelude = self._prelude = Prelude(memory)
+        decisions = self._decisions = Decisions()
         for room, given in zip(self._rooms, inputs, strict=True):
             room.fill(given)
 
         def run() -> Any:
-            with prelude.running(), recording():
+            with prelude.running(), decisions.running(), recording():
                 return forward(*args, **kwargs)
 
         def make_again() -> None:
@@ -102,7 +104,7 @@ class Captured:
         # a replay moves the random generator on, so one too many could not be undone
         self.random = not torch.equal(before, _random_state(device))
         rewind()
-        prelude.collecting = False
+        prelude.collecting = decisions.collecting = False
         versions = [t._version for t in memory]
         self._replay_prelude: Callable[[], None] | None = None
         with _keeping() as (self._kept, self._given), _autocast_without_cache():
@@ -114,12 +116,19 @@ class Captured:
             raise Refusal("forward writes to its inputs")
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
+        if self.random and decisions.depend_on_values:
+            raise Refusal("random numbers, and masks that depend on its inputs")
         self._results = Results(result, memory, weights)
         self._facts = self._now()
 
     def holds(self) -> bool:
         """Whether nobody has written to what the graph depends on since it was captured."""
         return self._now() == self._facts
+
+    def check_decisions(self) -> None:
+        """Refuse the last replay if its inputs ask for another one. This waits for it, as a plain
+        forward waits where it decides, but only if it depends on values at all."""
+        self._decisions.check()
 
     def _now(self) -> tuple[list[int], int]:
         # an adapter may be merged into a weight behind the back of its version

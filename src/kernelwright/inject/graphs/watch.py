@@ -13,6 +13,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from .call import OUTPUT_HOOKS
 from .memory import TENSOR_TYPES
 
 WEIGHT_TYPES = frozenset(TENSOR_TYPES)
@@ -40,6 +41,7 @@ class Watch:
         hooks = [d for m in inner for d in _hooks(m)]
         self._empty = [d for d in (*children, *tensors, *hooks) if not d]
         self._hooked = [d for d in hooks if d]
+        self._hook_ids = list(map(tuple, self._hooked))
         self._branches = [d for d in children if d]
         self._children = _values(self._branches)
         self._holders = [d for d in tensors if d]
@@ -99,7 +101,7 @@ class Watch:
         children = _values(self._branches)
         return (
             not any(self._empty)
-            and all(self._hooked)
+            and list(map(tuple, self._hooked)) == self._hook_ids
             and len(vars(model)) == self._root_size
             and list(map(len, self._names)) == self._sizes
             and len(children) == len(self._children)
@@ -163,11 +165,17 @@ def _hooks(module: nn.Module) -> Iterator[dict]:
 
 def _hook_of(module: nn.Module) -> str | None:
     """A hook that does something around the call of a module, in words."""
-    if any(_hooks(module)):
+    if not all(_collects_outputs(hook) for hooks in _hooks(module) for hook in hooks.values()):
         return f"a hook on {type(module).__name__}"
     if name := _moves_weights(vars(module).get("_hf_hook")):
         return f"{name} on {type(module).__name__}"
     return None
+
+
+def _collects_outputs(hook: Any) -> bool:
+    """Whether it is how a model of transformers comes by the hidden states it returns. They are
+    results of the graph like any other."""
+    return getattr(hook, "__module__", None) == OUTPUT_HOOKS
 
 
 def _moves_weights(hook: Any) -> str | None:
