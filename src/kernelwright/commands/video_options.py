@@ -44,7 +44,9 @@ Optimized = Annotated[
 Numerics = Annotated[
     str | None, typer.Option(help="exact: the bits of eager. fused: rounds less often. (exact)")
 ]
-Graphs = Annotated[bool, typer.Option("--graphs", help="Replay the denoiser and the text encoder as CUDA graphs.")]
+Graphs = Annotated[
+    bool, typer.Option("--graphs", help="Replay denoiser and text encoder as CUDA graphs.")
+]
 Compile = Annotated[bool, typer.Option("--compile", help="torch.compile, by block.")]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu. (an idle GPU)")]
 Dtype = Annotated[
