@@ -8,13 +8,16 @@ import contextlib
 import io
 import json
 import sys
+from typing import Any
 
 import torch
 from planned import TARGETS, Kernel, kernels
 
 from kernelwright.ops.attention import foreign, launch
+from kernelwright.ops.channel_norm import CHANNEL_NORM
 from kernelwright.ops.fp8 import QUANTIZE
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
+from kernelwright.ops.op import Op
 from kernelwright.ops.plan import Call
 
 ARCHITECTURES = ("sm_90", "sm_75", "sm_80", "sm_100")
@@ -36,7 +39,7 @@ def wanted(arch: str) -> list[Kernel]:
     found += [attention(arch, dtype, keys=512) for dtype in dtypes]
     if arch == "sm_90":
         found.append(attention(arch, half, keys=128))
-        found += eight_bits(arch)
+        found += eight_bits(arch) + by_channel(arch)
     return list({signature(k): k for k in found}.values())
 
 
@@ -68,14 +71,27 @@ def eight_bits(arch: str) -> list[Kernel]:
     for kind, (x, part) in (("layer", flux), ("rms", ltx)):
         norm = None, None, part, part, kind, 1e-6, True
         calls += [(NORM_QUANTIZE, (x, *norm)), (RESIDUAL_NORM_QUANTIZE, (x, x, part, *norm))]
-    found = []
-    for op, arguments in calls:
-        given = zip(op.arguments, arguments, strict=True)
-        values = {**dict(given), **dict(zip(op.outputs, op.allocate(*arguments), strict=True))}
-        call = Call(values, op=op.name, exact=None, target=TARGETS[arch])
-        name = f"{op.name} {[tuple(a.shape) for a in arguments if isinstance(a, torch.Tensor)]}"
-        found.append(Kernel(name, op.kernels.triton(call), call, torch.bfloat16, large=True))
-    return found
+    return [planned(arch, op, arguments) for op, arguments in calls]
+
+
+def by_channel(arch: str) -> list[Kernel]:
+    """Norms over the channels of VAEs, and the widest with all its parts."""
+
+    def video(channels: int, positions: int) -> torch.Tensor:
+        return torch.empty(1, channels, positions, dtype=torch.bfloat16, device="meta")
+
+    widest, part = video(1024, 2688), video(1024, 1)
+    calls = [(video(c, 2688), None, None, None, "silu", 1e-8) for c in (128, 256, 512)]
+    calls.append((widest, part[0, :, 0], part, part, "silu", 1e-8))
+    return [planned(arch, CHANNEL_NORM, arguments) for arguments in calls]
+
+
+def planned(arch: str, op: Op, arguments: tuple[Any, ...]) -> Kernel:
+    given = zip(op.arguments, arguments, strict=True)
+    values = {**dict(given), **dict(zip(op.outputs, op.allocate(*arguments), strict=True))}
+    call = Call(values, op=op.name, exact=None, target=TARGETS[arch])
+    name = f"{op.name} {[tuple(a.shape) for a in arguments if isinstance(a, torch.Tensor)]}"
+    return Kernel(name, op.kernels.triton(call), call, torch.bfloat16, large=True)
 
 
 def signature(k: Kernel) -> tuple[object, ...]:

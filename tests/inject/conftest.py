@@ -2,6 +2,8 @@
 
 import pytest
 
+from kernelwright.inject import products
+
 
 @pytest.fixture(autouse=True)
 def attention_backend_of_diffusers():
@@ -12,3 +14,10 @@ def attention_backend_of_diffusers():
     before = registry._active_backend
     yield
     registry._active_backend = before
+
+
+@pytest.fixture
+def other_order(monkeypatch):
+    """One product of several layers, with another order of summation."""
+    usual = products.one
+    monkeypatch.setattr(products, "one", lambda x, packed: usual(x, packed) * (1 + 1e-3))

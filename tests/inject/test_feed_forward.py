@@ -8,6 +8,7 @@ import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
 from kernelwright.inject import check
 from kernelwright.inject.fusions import feed_forward as fusions
+from kernelwright.inject.fusions import side_by_side
 
 
 def layers(form="gelu-approximate", dtype=torch.float32):
@@ -20,7 +21,8 @@ def layers(form="gelu-approximate", dtype=torch.float32):
 def wrong(monkeypatch):
     """A GELU that is off by a little, wherever it writes."""
     op = fusions.GELU
-    monkeypatch.setattr(fusions, "GELU", lambda *args, **how: op(*args, **how).mul_(1.01))
+    for module in (fusions, side_by_side):
+        monkeypatch.setattr(module, "GELU", lambda *args, **how: op(*args, **how).mul_(1.01))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -156,7 +158,7 @@ def test_autocast_keeps_the_last_product_whole():
 def test_rows_are_copied_into_wider_ones(width, begin):
     x = torch.randn(3, 4, begin + width).bfloat16()[..., begin:]
     wide = torch.full((3, 4, width + 16), 7.0, dtype=torch.bfloat16)
-    fusions._copy(wide[..., :width], x)
+    side_by_side.copy(wide[..., :width], x)
     assert torch.equal(wide[..., :width], x)
     assert (wide[..., width:] == 7).all()
 

@@ -21,8 +21,7 @@ _all = [0]
 
 def watch(layer: nn.Module) -> None:
     """Notice from now on what happens to a layer."""
-    if not _listening:
-        _listening.append(register_module_module_registration_hook(_registered))
+    listen()
     _moves.setdefault(layer, 0)
 
 
@@ -32,7 +31,7 @@ def moves(layer: nn.Module) -> int:
 
 
 def all_moves() -> int:
-    """The same of all watched layers together."""
+    """The same of all watched layers together, and how often any layer was wrapped."""
     return _all[0]
 
 
@@ -41,8 +40,16 @@ def is_wrapped(layer: nn.Module) -> bool:
     return _wrapped.get(layer, False)
 
 
+def listen() -> None:
+    """Notice from now on whether any layer is wrapped."""
+    if not _listening:
+        _listening.append(register_module_module_registration_hook(_registered))
+
+
 def _registered(parent: nn.Module, name: str, child: Any) -> None:
-    if child is not None and child in _moves:
+    watched = child is not None and child in _moves
+    if watched:
         _moves[child] += 1
-        _all[0] += 1
         _wrapped[child] = name == "base_layer"
+    if watched or name == "base_layer":
+        _all[0] += 1

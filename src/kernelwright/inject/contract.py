@@ -30,7 +30,8 @@ def errors(
     none of them if the weights are not here to be widened."""
     if not _here(module):
         return {}
-    with torch.no_grad(), eagerly():
+    device = next((t.device.type for t in _tensors(expected)), "cpu")
+    with torch.no_grad(), eagerly(), torch.autocast(device, enabled=False):
         wide = widened((args, kwargs))
         twin = copy.deepcopy(module).float()
         truth = eager(twin, *wide[0], **wide[1])

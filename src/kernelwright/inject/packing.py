@@ -10,6 +10,7 @@ moved, swapped or loaded anew is seen, and they are packed again.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from .graphs import memory
 from .graphs.capture import capturing, relocated
@@ -29,7 +30,10 @@ CPU_ALIGNMENT = 64
 # weights that leave their block after fewer than CALLS calls, and LIMIT times so, belong to
 # somebody who moves them about, such as group offload
 CALLS, LIMIT = 8, 3
+# who compiles a model holds on to one weight or another while it first runs
+TRIES = 3
 
+SHARED = "one of its weights shares its memory"
 UNLIKE = "its layers differ in dtype, device, input or bias"
 MOVED = "its weights are moved about"
 
@@ -52,9 +56,16 @@ class _Group:
     sizes: tuple[int, ...] = ()
     calls: int = 0
     moved: int = 0
+    tries: int = 0  # how often they were found to share their memory
+
+    @property
+    def settled(self) -> bool:
+        return self.why != SHARED or self.tries >= TRIES
 
 
 _groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
+# the same by their first weight, for a compiled graph, which is given nothing but weights
+_of_weights: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -63,6 +74,24 @@ def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
     are."""
     own = [layer._parameters for layer in layers]  # the way through the attribute takes longer
     weights: list[Any] = [p["weight"] for p in own]
+    biases: list[Any] = [b for p in own if (b := p["bias"]) is not None]
+    group = _groups.get(layers[0])
+    if group is None:
+        group = _groups[layers[0]] = _group_of(weights[0])
+    return _packed(group, weights, biases, x)
+
+
+def packed_weights(weights: Sequence[Any], biases: Sequence[Any], x: Tensor) -> Packed | str:
+    """The same of layers that are known by their weights alone."""
+    return _packed(_group_of(weights[0]), list(weights), list(biases), x)
+
+
+def _group_of(weight: Any) -> _Group:
+    with _lock:
+        return _of_weights.setdefault(weight, _Group())
+
+
+def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> Packed | str:
     first = weights[0]
     if type(x) is not Tensor or any(type(w) is not nn.Parameter for w in weights):
         return "tensors of a class of their own"
@@ -72,19 +101,17 @@ def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
         return "gradients are recorded"
     if torch.is_autocast_enabled(x.device.type) or torch.jit.is_tracing():
         return "its weights are read in another way"
-    biases: list[Any] = [b for p in own if (b := p["bias"]) is not None]
-    group = _groups.get(layers[0])
     blocks = _blocks(group, weights + biases)
-    if group is None or blocks is None:
-        if group is not None and group.moved >= LIMIT:
+    if blocks is None or not group.settled:
+        if group.moved >= LIMIT:
             return MOVED
         if why := not_now(x.device):
             return why
         with _lock:
-            group = _groups.setdefault(layers[0], _Group())
             blocks = _blocks(group, weights + biases)
-            if blocks is None:
+            if blocks is None or not group.settled:
                 blocks = _pack(group, weights, biases)
+                _of_weights[first] = group
     if group.why is not None:
         return group.why
     group.calls += 1
@@ -97,7 +124,20 @@ def not_now(device: torch.device) -> str | None:
         return "a graph was recorded before it had run once"
     if torch._C._len_torch_dispatch_stack():
         return "something looks on at every operation"
+    if _warms_up(device):
+        return "torch.compile is about to record a graph"
     return None
+
+
+def _warms_up(device: torch.device) -> bool:
+    """Whether Inductor runs what it will record ("reduce-overhead"), on a stream of its own: all
+    memory that is taken now belongs to its graph."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda":
+        return False
+    containers = getattr(trees.local, "tree_manager_containers", {})
+    manager = getattr(containers.get(device.index or 0), "tree_manager", None)
+    return manager is not None and manager.stream == torch.cuda.current_stream(device)
 
 
 def _facts(weights: list[Any]) -> Any:
@@ -105,9 +145,9 @@ def _facts(weights: list[Any]) -> Any:
     return [(w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
 
 
-def _blocks(group: _Group | None, weights: list[Any]) -> list[Any] | None:
+def _blocks(group: _Group, weights: list[Any]) -> list[Any] | None:
     """The blocks of weights that are as they were left, or None."""
-    if group is None or group.facts != _facts(weights):
+    if group.facts != _facts(weights):
         return None
     blocks = [block() for block in group.blocks]
     # other memory may have come to lie at the same address
@@ -119,6 +159,7 @@ def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:
         group.moved += group.calls < CALLS
     blocks: list[Tensor] = []
     group.why = _unfit(weights, biases)
+    group.tries = group.tries + 1 if group.why == SHARED else 0
     if group.moved >= LIMIT:
         group.why = MOVED
     if group.why is None:
@@ -139,21 +180,35 @@ def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:
 
 def _unfit(weights: list[Any], biases: list[Any]) -> str | None:
     """Why these weights cannot lie side by side, or None if they can."""
+    if len(biases) not in (0, len(weights)):
+        return UNLIKE
+    if why := unlike(weights, biases or [None] * len(weights)):
+        return why
+    everything = [*weights, *biases]
+    if len({id(w) for w in everything}) < len(everything) or not all(map(_is_alone, everything)):
+        return SHARED
+    return None
+
+
+def unlike(weights: Sequence[Any], biases: Sequence[Any]) -> str | None:
+    """Why weights of these sizes and dtypes cannot lie side by side, or None if they can."""
     first = weights[0]
     if first.device.type not in ("cpu", "cuda"):
         return f"weights on {first.device.type}"
-    kinds = {(w.dtype, w.device, w.shape[1]) for w in weights}
-    if len(kinds) > 1 or len(biases) not in (0, len(weights)):
-        return UNLIKE
-    if any(type(b) is not nn.Parameter or b.dtype != first.dtype for b in biases):
-        return UNLIKE
-    everything = [*weights, *biases]
-    if len({id(w) for w in everything}) < len(everything) or not all(map(_is_alone, everything)):
-        return "one of its weights shares its memory"
-    # cuBLASLt chooses a kernel by the alignment of its operands: each layer alone must keep its own
-    step = memory.ALIGNMENT if first.is_cuda else CPU_ALIGNMENT
-    if any(w.nbytes % step for w in (*weights[:-1], *biases[:-1])):
-        return f"one of its weights is no multiple of {step} bytes"
+    step = memory.ALIGNMENT if first.device.type == "cuda" else CPU_ALIGNMENT
+    bias = biases[0] is not None
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        if w.dtype != first.dtype or w.device != first.device or w.shape[1] != first.shape[1]:
+            return UNLIKE
+        if (b is not None) != bias:
+            return UNLIKE
+        if b is not None and (type(b) is not nn.Parameter or b.dtype != first.dtype):
+            return UNLIKE
+        # cuBLASLt chooses a kernel by the alignment of its operands: each alone must keep its own
+        last = i == len(weights) - 1
+        sizes = [t.numel() * t.element_size() for t in (w, b) if t is not None]
+        if not last and any(size % step for size in sizes):
+            return f"one of its weights is no multiple of {step} bytes"
     return None
 
 

@@ -48,7 +48,7 @@ class Prompts:
     ) -> T:
         """What `make` makes of `source` with the weights of `layers`, on behalf of `owner`."""
         weights = [p for layer in layers for p in layer._parameters.values() if p is not None]
-        if check.current.comparing or not _can_be_kept(source, weights):
+        if check.current.comparing or not can_be_kept(source, weights):
             return make()
         for layer in layers:
             adapters.watch(layer)
@@ -86,7 +86,7 @@ class Shared:
 
     def __call__(self, source: Tensor, facts: Hashable, make: Callable[[], T]) -> T:
         """What `make` makes of `source` and `facts`, once as long as they stay the same."""
-        if not _can_be_kept(source, []):
+        if not can_be_kept(source, []):
             return make()
         known, last = (facts, source._version, phase()), self._last
         if last.source is None or last.source() is not source or last.facts != known:
@@ -105,7 +105,8 @@ def _as_here(make: Callable[[], T]) -> Callable[[], T]:
     return again
 
 
-def _can_be_kept(source: Tensor, weights: list[Any]) -> bool:
+def can_be_kept(source: Tensor, weights: Sequence[Any]) -> bool:
+    """Whether who writes to these tensors is counted, and nobody wants to see them being read."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (source, *weights)):

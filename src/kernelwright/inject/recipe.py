@@ -31,6 +31,8 @@ class Patch:
     `sources` are the functions it was written after, by their names in the module of the class;
     `written_for` are their fingerprints. Code of any other fingerprint has changed since: it is
     then checked in every tier, and left to torch.compile as it is.
+
+    `not_exact` says why `exact` leaves these modules alone, if it does.
     """
 
     target: str | Callable[[nn.Module], bool | str]
@@ -40,6 +42,7 @@ class Patch:
     sources: tuple[str, ...] = ()
     written_for: tuple[str, ...] = ()
     for_class: bool = False
+    not_exact: str | None = None
 
     def matches(self, module: nn.Module) -> bool | str:
         if callable(self.target):

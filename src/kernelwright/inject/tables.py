@@ -10,17 +10,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from ..ops import library
+from ..ops.qk_norm_rope import QK_NORM_ROPE
 from .graphs.capture import capturing, keep
 
 LIMIT = 8  # tables of so many sizes are kept
 Rotary = tuple[Tensor, Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     tables: Rotary
     versions: tuple[int, int]
@@ -29,6 +32,10 @@ class _Entry:
     @property
     def untouched(self) -> bool:
         return self.versions == _versions(self.tables)
+
+
+# every table that is kept, by the id of its cos; an entry that lives keeps that in use
+_kept: WeakValueDictionary[int, _Entry] = WeakValueDictionary()
 
 
 @dataclass
@@ -50,22 +57,23 @@ class Tables:
             return keep(entry.tables)
         tables = make()
         if not capturing():
-            self._by_numbers[numbers] = _Entry(tables, _versions(tables), _narrowed(tables))
+            entry = _Entry(tables, _versions(tables), _narrowed(tables))
+            self._by_numbers[numbers] = _kept[id(tables[0])] = entry
             if len(self._by_numbers) > LIMIT:
                 self._by_numbers.popitem(last=False)
         return tables
 
-    def narrow(self, tables: Rotary | None) -> Rotary | None:
-        """The same tables as [tokens, width / 2], a quarter or less to read, if they are ours and
-        hold everything twice."""
-        if tables is None or torch.compiler.is_compiling():
-            return tables
-        for entry in self._by_numbers.values():
-            if entry.tables[0] is tables[0] and entry.tables[1] is tables[1]:
-                if entry.narrow is None or not entry.untouched:
-                    return tables
-                return keep(entry.narrow)
+
+def narrow(tables: Rotary | None) -> Rotary | None:
+    """The same tables as [tokens, width / 2], a quarter or less to read, if they are ours and hold
+    everything twice."""
+    if tables is None or torch.compiler.is_compiling():
         return tables
+    cos, sin = tables
+    entry = _kept.get(id(cos))
+    if entry is None or entry.tables[0] is not cos or entry.tables[1] is not sin:
+        return tables
+    return tables if entry.narrow is None or not entry.untouched else keep(entry.narrow)
 
 
 def _versions(tables: Rotary) -> tuple[int, int]:
@@ -83,3 +91,20 @@ def _narrowed(tables: Rotary) -> Rotary | None:
             return None
         narrow.append(first.contiguous())
     return narrow[0], narrow[1]
+
+
+def _turned(*operands: Any) -> tuple[Tensor, Tensor]:
+    query, key, q_weight, k_weight, cos, sin, eps, across_heads, layout, exact, backend = operands
+    cos, sin = narrow((cos, sin)) or (cos, sin)
+    row = query, key, q_weight, k_weight, cos, sin, eps, across_heads, layout
+    return QK_NORM_ROPE(*row, exact=exact or None, backend=backend or None)
+
+
+# `qk_norm_rope` for a graph of torch.compile, which looks for narrow tables when it runs
+QK_NORM_ROPE_KEPT = library.define(
+    "qk_norm_rope_kept",
+    "(Tensor query, Tensor key, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+    "float eps, bool across_heads, str layout, str exact, str backend) -> (Tensor, Tensor)",
+    _turned,
+    QK_NORM_ROPE.library_op,
+)

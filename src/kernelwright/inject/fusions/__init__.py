@@ -10,10 +10,11 @@ from .attention import AttentionPlaces
 from .feed_forward import FeedForwardPlaces
 from .norms import NormPlaces
 from .places import hooked_now
-from .projections import GATE_UP, QKV, TEXT_QKV, ProjectionPlaces
+from .projections import GATE_UP, QKV, TEXT_QKV
+from .text import TextPlaces
 
 __all__ = ["GATE_UP", "QKV", "TEXT_QKV", "Fusions", "hooked_now"]
 
 
-class Fusions(NormPlaces, ProjectionPlaces, AttentionPlaces, FeedForwardPlaces):
+class Fusions(NormPlaces, TextPlaces, AttentionPlaces, FeedForwardPlaces):
     """How the places of one injection are fused."""

@@ -1,22 +1,33 @@
-"""What stands around attention, the attention itself, and what it makes of the text."""
+"""What stands around attention, and the attention itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from ...ops import selection
 from ...ops.attention import attention
 from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
-from .. import norms
 from ..check import declined, site
-from ..slots import hooked
+from ..tables import QK_NORM_ROPE_KEPT
 from .places import CHANGES_DTYPE, Part, Places, is_linear
+
+
+class QkNorms(NamedTuple):
+    """What a kernel for the norms of query and key is given; `each`: it is one for each."""
+
+    q_weight: Part
+    k_weight: Part
+    eps: float
+    exact: str | None
+    backend: str | None
+    each: bool
 
 
 class AttentionPlaces(Places):
@@ -44,26 +55,11 @@ class AttentionPlaces(Places):
             return rotate(norm_q(query)), rotate(norm_k(key))
 
         name = "QK-norm + RoPE" if rotary is not None else "QK-norm"
-        q_read, k_read = self._read(name, norm_q, query), self._read(name, norm_k, key)
-        if q_read is None or k_read is None:
-            return _into(out, eager())
-        q, q_weight, q_bias, eps = q_read
-        k, k_weight, k_bias, k_eps = k_read
-        alike = q == k and eps == k_eps and (q_weight is None) == (k_weight is None)
-        if q.kind != "rms" or not alike or q_bias is not None or k_bias is not None:
-            declined(name, "not one RMSNorm for query and key")
-            return _into(out, eager())
-        expected = "transformers" if chain == "transformers" else "torch"
-        # the RMSNorm of diffusers has no exact kernel for both, only one for each
-        each = self.exact and q.chain == "diffusers" and rotary is None and not across_heads
-        if self.exact and q.chain != expected and not each:
-            declined(name, f"no kernel has the steps of the RMSNorm of {q.chain} before RoPE")
+        how = self.qk_norms(name, query, key, norm_q, norm_k, rotary, across_heads, chain)
+        if how is None:
             return _into(out, eager())
         cos, sin = (None, None) if rotary is None else rotary
-        if _widens(chain, query, cos):
-            declined(name, CHANGES_DTYPE)
-            return _into(out, eager())
-        exact, backend = self._how(query, q.chain if each else chain)
+        q_weight, k_weight, eps, exact, backend, each = how
 
         def kernel() -> tuple[Tensor, Tensor]:
             if each:
@@ -72,7 +68,7 @@ class AttentionPlaces(Places):
                     RMSNORM(query, q_weight, eps, out=q_out, exact=exact, backend=backend),
                     RMSNORM(key, k_weight, eps, out=k_out, exact=exact, backend=backend),
                 )
-            return QK_NORM_ROPE(
+            operands = (
                 query if heads is None else query.unflatten(-1, (heads, -1)),
                 key if heads is None else key.unflatten(-1, (heads, -1)),
                 q_weight,
@@ -82,12 +78,45 @@ class AttentionPlaces(Places):
                 eps,
                 across_heads,
                 layout,
-                out=out,
-                exact=exact,
-                backend=backend,
             )
+            if torch.compiler.is_compiling() and cos is not None and not _recorded(*operands[:6]):
+                return QK_NORM_ROPE_KEPT(*operands, exact or "", backend or selection.traced())
+            return QK_NORM_ROPE(*operands, out=out, exact=exact, backend=backend)
 
         return _into(out, site(name, eager, kernel))
+
+    def qk_norms(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        norm_q: Any,
+        norm_k: Any,
+        rotary: tuple[Tensor, Tensor] | None,
+        across_heads: bool = False,
+        chain: str = "diffusers",
+    ) -> QkNorms | None:
+        """How a kernel may stand for the norms of query and key, and the rotation behind them."""
+        q_read, k_read = self._read(name, norm_q, query), self._read(name, norm_k, key)
+        if q_read is None or k_read is None:
+            return None
+        q, q_weight, q_bias, eps = q_read
+        k, k_weight, k_bias, k_eps = k_read
+        alike = q == k and eps == k_eps and (q_weight is None) == (k_weight is None)
+        if q.kind != "rms" or not alike or q_bias is not None or k_bias is not None:
+            declined(name, "not one RMSNorm for query and key")
+            return None
+        expected = "transformers" if chain == "transformers" else "torch"
+        # the RMSNorm of diffusers has no exact kernel for both, only one for each
+        each = self.exact and q.chain == "diffusers" and rotary is None and not across_heads
+        if self.exact and q.chain != expected and not each:
+            declined(name, f"no kernel has the steps of the RMSNorm of {q.chain} before RoPE")
+            return None
+        if rotary is not None and _widens(chain, query, rotary[0]):
+            declined(name, CHANGES_DTYPE)
+            return None
+        exact, backend = self._how(query, q.chain if each else chain)
+        return QkNorms(q_weight, k_weight, eps, exact, backend, each)
 
     def rope(
         self,
@@ -192,26 +221,17 @@ class AttentionPlaces(Places):
 
         return site("product of a part of the rows", eager, kernel)
 
-    def of_prompt(
-        self, owner: Any, text: Tensor, layers: Sequence[Any], make: Callable[[], Any]
-    ) -> Any:
-        """`make()`, which depends on the text and the weights of these layers alone: once a prompt,
-        as long as nothing wants to see the layers being called."""
-        if torch.compiler.is_compiling() or any(map(hooked, layers)):
-            return make()
-        if not all(type(m) is nn.Linear or norms.key(m) in self.norms for m in layers):
-            return make()
-        if self.eight_bits is not None:
-            for layer in layers:
-                self.eight_bits.leave(layer, "made once a prompt")
-        return self.prompts.once(owner, text, layers, make)
-
 
 def _into(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> Any:
     """`made`, in the memory of `out` if there is one."""
     if out is None:
         return made
     return tuple(m if m is o else o.copy_(m) for m, o in zip(made, out, strict=True))
+
+
+def _recorded(*tensors: Part) -> bool:
+    """Whether autograd records what is done to these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _widens(chain: str, x: Tensor, table: Part) -> bool:

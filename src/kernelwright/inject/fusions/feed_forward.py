@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops import selection
 from ...ops.gelu import GELU
 from ...ops.glu import GEGLU, SILU_MUL
 from ...ops.linear import linear_gelu
 from ..check import current, declined, site
 from .places import CHANGES_DTYPE, Places, hooked_now, is_linear
+from .projections import may_go_around
+from .side_by_side import GELU_BESIDE, gelu_beside
 
 
 class FeedForwardPlaces(Places):
@@ -39,7 +42,7 @@ class FeedForwardPlaces(Places):
 
     def joined_linear(self, last: Any, left: Tensor, linear: Any, gelu: Any, x: Tensor) -> Tensor:
         """last([left, gelu(linear(x))]), without a pass that joins the rows."""
-        if torch.compiler.is_compiling() or not _is_gelu(gelu):
+        if not _is_gelu(gelu):
             return last(torch.cat([left, self.linear_gelu(linear, gelu, x)], dim=-1))
         if self._may_split(last, left, linear, x):
             return self._split_linear(last, left, linear, gelu, x)
@@ -53,11 +56,11 @@ class FeedForwardPlaces(Places):
             return torch.cat([left, gelu(y)], dim=-1)
 
         def kernel() -> Tensor:
-            width = left.shape[-1]
-            rows = y.new_empty(*y.shape[:-1], width + y.shape[-1])
-            _copy(rows[..., :width], left)
-            self._gelu(y, gelu.approximate == "tanh", rows[..., width:])
-            return rows
+            exact, backend = self._how(y, "torch")
+            join = gelu_beside
+            if torch.compiler.is_compiling():
+                join, backend = GELU_BESIDE, backend or selection.traced()
+            return join(left, y, gelu.approximate == "tanh", exact or "", backend or "")
 
         name = "GELU into joined rows"
         if why := _kept_apart(left, y):
@@ -68,6 +71,8 @@ class FeedForwardPlaces(Places):
     def _may_split(self, last: Any, left: Tensor, linear: Any, x: Tensor) -> bool:
         """Whether the last product may be the sum of two, in 16 bits."""
         if self.exact or not (is_linear(last) and is_linear(linear)):
+            return False
+        if torch.compiler.is_compiling() and not may_go_around((last, linear)):
             return False
         if self.eight_bits is not None and self.eight_bits.wanted(last):
             return False
@@ -190,18 +195,6 @@ def _kept_apart(left: Tensor, right: Tensor) -> str | None:
     if type(left) is not Tensor or type(right) is not Tensor:
         return "tensors of a class of their own"
     return None
-
-
-def _copy(out: Tensor, x: Tensor) -> None:
-    """x into a part of wider rows, by 16 bytes where both allow it: PyTorch copies element by
-    element there."""
-    bits = x.data_ptr() | out.data_ptr()
-    for t in (x, out):
-        for size in (t.shape[-1], *t.stride()[:-1]):
-            bits |= size * t.element_size()
-    if bits % 16 == 0 and x.stride(-1) == 1:
-        x, out = x.view(torch.complex128), out.view(torch.complex128)
-    out.copy_(x)
 
 
 def _pass_through(layers: list[Any]) -> bool:

@@ -15,7 +15,8 @@ from ...ops.residual import GATED_RESIDUAL, GATED_RESIDUAL_NORM
 from ...ops.rmsnorm import RMSNORM
 from ..check import declined, site
 from ..eight_bit_rows import Makers
-from .places import CHANGES_DTYPE, Part, Places
+from .channels import ChannelPlaces
+from .places import CHANGES_DTYPE, Part, modulated
 
 # such rows at::mean sums in another order; and eager keeps their layout, which the convolutions of
 # a VAE want: LTX-Video's decoded 49 frames in 69 ms so, and in 98 with rows made contiguous (H200)
@@ -24,7 +25,7 @@ AT_MEAN = ("diffusers", "transformers")
 ROUNDS_BETWEEN = "no kernel rounds between a norm in float32 and what stands beside it"
 
 
-class NormPlaces(Places):
+class NormPlaces(ChannelPlaces):
     def norm(self, module: Any, x: Tensor) -> Tensor:
         """A norm by itself: what its module's forward does."""
 
@@ -36,8 +37,13 @@ class NormPlaces(Places):
             return eager()
         norm, weight, bias, eps = read
         if norm.chain in AT_MEAN and x.shape[-1] > 1 and x.stride(-1) != 1:
-            declined("norm", STRIDED)
-            return eager()
+            if x.ndim < 3 or self._not_by_channel(norm, x.movedim(-1, 1)):
+                declined("norm", STRIDED)
+                return eager()
+            channels = x.movedim(-1, 1)
+            return site(
+                "norm", eager, lambda: self._by_channel(channels, weight, eps).movedim(1, -1)
+            )
         exact, backend = self._how(x, norm.chain)
 
         def kernel() -> Tensor:
@@ -157,13 +163,6 @@ class NormPlaces(Places):
         if self.backend == "cuda" or (x.is_cuda and fp8.unsupported(x.device.index or 0)):
             return None
         return self.eight_bits.makers
-
-
-def modulated(x: Tensor, scale: Part, shift: Part) -> Tensor:
-    """x * (1 + scale) + shift"""
-    if scale is not None:
-        x = x * (1 + scale)
-    return x if shift is None else x + shift
 
 
 def added(residual: Tensor, x: Tensor, gate: Part, wide: bool) -> Tensor:

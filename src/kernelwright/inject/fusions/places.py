@@ -12,6 +12,7 @@ from .. import norms
 from ..check import declined
 from ..eight_bits import EightBits
 from ..norms import Norm
+from ..products import SameBits
 from ..prompts import Prompts, Shared
 from ..slots import hooked
 from ..tables import Tables
@@ -33,7 +34,7 @@ class Places:
     prompts: Prompts = field(default_factory=Prompts)
     masks: Shared = field(default_factory=Shared)
     modulations: Shared = field(default_factory=Shared)
-    same_bits: dict[Any, bool] = field(default_factory=dict)
+    same_bits: SameBits = field(default_factory=SameBits)
     _seen: dict[nn.Module, Norm | str | None] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Places:
@@ -100,3 +101,10 @@ def is_linear(module: Any) -> bool:
 
 def hooked_now(module: nn.Module) -> bool:
     return not torch.compiler.is_compiling() and hooked(module)
+
+
+def modulated(x: Tensor, scale: Part, shift: Part) -> Tensor:
+    """x * (1 + scale) + shift"""
+    if scale is not None:
+        x = x * (1 + scale)
+    return x if shift is None else x + shift

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from .. import packing
-from ..check import declined, equal, site
-from ..packing import Packed
+from .. import packing, products
+from ..check import declined, site
 from ..slots import hooked
 from .places import Places
 
@@ -20,8 +18,6 @@ QKV = "QKV in one product"
 TEXT_QKV = "QKV of the text in one product"
 GATE_UP = "gate and up in one product"
 OTHER_BITS = "it sums in another order than its layers alone"
-# a service that sees ever new shapes starts over rather than grow
-SHAPES = 1024
 
 
 class ProjectionPlaces(Places):
@@ -34,11 +30,11 @@ class ProjectionPlaces(Places):
             return tuple([layer(x) for layer in layers])
 
         if torch.compiler.is_compiling():
-            return eager()
+            return self._traced(x, layers) if self._may_trace(x, layers) else eager()
         if self.eight_bits is not None:
             eight = None if _watched() else self.eight_bits.together(layers, x)
             return eager() if eight is None else eight
-        if not _may_go_around(layers):
+        if not may_go_around(layers):
             declined(name, "an adapter or a hook is on one of its layers")
             return eager()
         packed = packing.packed(layers, x)
@@ -47,28 +43,36 @@ class ProjectionPlaces(Places):
             return eager()
 
         def kernel() -> tuple[Tensor, ...]:
-            y = F.linear(x, packed.weight, packed.bias)
-            return y.split_with_sizes(packed.sizes, -1)
+            return products.one(x, packed).split_with_sizes(packed.sizes, -1)
 
-        if self.exact and not self._same(x, packed, eager, kernel):
+        bias = packed.bias is not None
+        if self.exact and not self.same_bits("one", x, packed.sizes, bias, kernel, eager):
             declined(name, OTHER_BITS)
             return eager()
         return site(name, eager, kernel)
 
-    def _same(self, x: Tensor, packed: Packed, eager: Any, kernel: Any) -> bool:
-        """Whether both ways give the same bits at this shape."""
-        key = x.shape, x.stride(), x.dtype, x.device, packed.sizes, packed.bias is None
-        known = self.same_bits.get(key)
-        if known is None:
-            if packing.not_now(x.device):
-                return False
-            if len(self.same_bits) >= SHAPES:
-                self.same_bits.clear()
-            known = self.same_bits[key] = equal(kernel(), eager())
-        return known
+    def _may_trace(self, x: Tensor, layers: Sequence[Any]) -> bool:
+        """Whether these layers, as a graph is traced, are one op of it: what is asked here is what
+        Dynamo guards, so it is asked again when it changes."""
+        if self.eight_bits is not None or not may_go_around(layers):
+            return False
+        weights = [layer.weight for layer in layers]
+        if type(x) is not Tensor or any(type(w) is not nn.Parameter for w in weights):
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
+            return False
+        if torch.is_autocast_enabled(x.device.type) or weights[0].dtype != x.dtype:
+            return False
+        return packing.unlike(weights, [layer.bias for layer in layers]) is None
+
+    def _traced(self, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        y = products.JOINED(x, weights, biases, self.same_bits.number if self.exact else 0)
+        return y.split_with_sizes([len(w) for w in weights], -1)
 
 
-def _may_go_around(layers: Sequence[Any]) -> bool:
+def may_go_around(layers: Sequence[Any]) -> bool:
     """Whether nothing stands around these layers that their weights do not tell."""
     for layer in layers:
         if type(layer) is not nn.Linear or "forward" in vars(layer) or hooked(layer):

@@ -107,7 +107,7 @@ class Captured:
         prelude.collecting = decisions.collecting = False
         versions = [t._version for t in memory]
         self._replay_prelude: Callable[[], None] | None = None
-        with _keeping() as (self._kept, self._given), _autocast_without_cache():
+        with _keeping() as (self._kept, self._given), _autocast_without_cache(device):
             if prelude.sources:
                 self._replay_prelude, _ = recorder.record(make_again, device)
             self._replay, result = recorder.record(run, device)
@@ -180,11 +180,13 @@ def _keeping() -> Iterator[tuple[list[Any], list[Tensor]]]:
 
 
 @contextmanager
-def _autocast_without_cache() -> Iterator[None]:
+def _autocast_without_cache(device: torch.device) -> Iterator[None]:
     """Weights that autocast has cast and kept die when it is left, but a graph would go on reading
-    them: inside a graph it casts anew."""
+    them: inside a graph it casts anew. Where autocast is off its cache is left alone, for
+    torch.compile would compile again."""
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    if torch.is_autocast_enabled(device.type):
+        torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:

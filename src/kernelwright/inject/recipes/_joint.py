@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops import selection
 from ..fusions import Fusions
+from ..fusions.side_by_side import JOINT_QK
 
 Rotary = tuple[Tensor, Tensor]
 # arguments of IP-Adapter that other processors are given too, and do not look at
@@ -39,7 +41,11 @@ def joint_qk(
     if rotary is not None:
         tables = list(zip(rotary[0].split(sizes), rotary[1].split(sizes), strict=True))
     normed = all(s.norm_q is not None and s.norm_k is not None for s in streams)
-    if not normed or torch.compiler.is_compiling() or torch.is_grad_enabled():
+    traced, recorded = torch.compiler.is_compiling(), torch.is_grad_enabled()
+    joined = _traced(fuse, streams, tables, rotary) if normed and traced and not recorded else None
+    if joined is not None:
+        return joined
+    if not normed or traced or recorded:
         made = [_normed(fuse, s, t, rotate, None) for s, t in zip(streams, tables, strict=True)]
         return torch.cat([q for q, _ in made], dim=1), torch.cat([k for _, k in made], dim=1)
     # each stream is written where it belongs, so nothing is left to concatenate
@@ -48,6 +54,29 @@ def joint_qk(
     for stream, table, place in zip(streams, tables, places, strict=True):
         _normed(fuse, stream, table, rotate, place)
     return query, key
+
+
+def _traced(
+    fuse: Fusions, streams: Sequence[Stream], tables: Sequence[Any], rotary: Rotary | None
+) -> tuple[Tensor, Tensor] | None:
+    """The same as one op of a graph, if the kernels have all of it."""
+    found = [fuse.qk_norms("", *s, t) for s, t in zip(streams, tables, strict=True)]
+    hows = [how for how in found if how is not None and how.q_weight is not None]
+    if len(hows) < len(streams) or any(how.each != hows[0].each for how in hows):
+        return None
+    cos, sin = (None, None) if rotary is None else rotary
+    return JOINT_QK(
+        [s.query for s in streams],
+        [s.key for s in streams],
+        [how.q_weight for how in hows],
+        [how.k_weight for how in hows],
+        [how.eps for how in hows],
+        cos,
+        sin,
+        hows[0].exact or "",
+        hows[0].backend or selection.traced(),
+        hows[0].each,
+    )
 
 
 def _normed(

@@ -64,17 +64,14 @@ def attend(
     if encoder_hidden_states is not None and attn.norm_cross:
         context = attn.norm_encoder_hidden_states(context)
 
-    def keys_and_values() -> tuple[Tensor, Tensor]:
-        return attn.to_k(context), attn.to_v(context)
-
     if encoder_hidden_states is None:
         layers = attn.to_q, attn.to_k, attn.to_v
         query, key, value = fuse.projections(QKV, hidden_states, layers)
     elif attn.norm_cross:
-        query, (key, value) = attn.to_q(hidden_states), keys_and_values()
+        query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
     else:
-        query = attn.to_q(hidden_states)
-        key, value = fuse.of_prompt(attn, context, (attn.to_k, attn.to_v), keys_and_values)
+        query, made = attn.to_q(hidden_states), (attn.to_k, attn.to_v)
+        key, value = fuse.of_prompt(attn, context, made, lambda: fuse.text_products(context, made))
     query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
     if attn.norm_q is not None:
         query = attn.norm_q(query)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import handoff
 from ..fusions import QKV, Fusions
 from ..recipe import Forward, Patch, Recipe
+from ..tables import narrow
 
 MODULE = "diffusers.models.transformers.transformer_ltx"
 Rotary = tuple[Tensor, Tensor]
@@ -153,14 +154,15 @@ def attend(
             key,
             attn.norm_q,
             attn.norm_k,
-            fuse.tables.narrow(image_rotary_emb),
+            narrow(image_rotary_emb),
             rotate,
             across_heads=True,
         )
     else:
 
         def keys_and_values() -> tuple[Tensor, Tensor]:
-            return attn.norm_k(attn.to_k(context)), attn.to_v(context)
+            key, value = fuse.text_products(context, (attn.to_k, attn.to_v))
+            return attn.norm_k(key), value
 
         layers = attn.to_k, attn.norm_k, attn.to_v
         key, value = fuse.of_prompt(attn, context, layers, keys_and_values)

@@ -1,0 +1,121 @@
+"""Several products of one input as one, and whether that keeps the bits.
+
+A graph of torch.compile holds a single op for them, which finds out when it runs how to do it: one
+trace serves all blocks of a model, and it is no matter whether their weights lie side by side yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops import library
+from . import packing
+from .check import equal
+from .packing import Packed
+
+# a service that sees ever new shapes starts over rather than grow
+SHAPES = 1024
+Product = Callable[[], Tensor]
+
+
+def one(x: Tensor, packed: Packed) -> Tensor:
+    """x @ [w_0, w_1, ...].T, with their biases."""
+    return F.linear(x, packed.weight, packed.bias)
+
+
+def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """The product of each layer alone."""
+    if not biases:
+        return [F.linear(x, w) for w in weights]
+    return [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+class SameBits:
+    """Where other ways to multiply were found to keep the bits of the layers, or not."""
+
+    _numbers = count(1)
+    _all: ClassVar[WeakValueDictionary[int, SameBits]] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.known: dict[Any, bool] = {}
+        self.number = next(self._numbers)  # by which a graph of torch.compile knows it
+        self._all[self.number] = self
+
+    @classmethod
+    def of(cls, number: int) -> SameBits:
+        """The one of this number; a graph that has outlived its own gets one for all such."""
+        return cls._all.get(number, _outlived)
+
+    def __call__(
+        self,
+        way: str,
+        x: Tensor,
+        sizes: Sequence[int],
+        bias: bool,
+        ours: Callable[[], Any],
+        eager: Callable[[], Any],
+    ) -> bool:
+        """Whether `ours()` and `eager()` give the same bits at such shapes: found out once."""
+        key = way, x.shape, x.stride(), x.dtype, x.device, tuple(sizes), bias
+        known = self.known.get(key)
+        if known is None:
+            if packing.not_now(x.device):
+                return False
+            if len(self.known) >= SHAPES:
+                self.known.clear()
+            known = self.known[key] = equal(ours(), eager())
+        return known
+
+
+_outlived = SameBits()
+
+
+def _joined(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], exact: int) -> Tensor:
+    """The products of all weights beside each other: [..., sum of outputs]. `exact` is the number
+    of a `SameBits`, or 0."""
+    sizes = [len(w) for w in weights]
+
+    def layers() -> Tensor:
+        return torch.cat(apart(x, weights, biases), -1)
+
+    same_bits = SameBits.of(exact) if exact else None
+    with torch.no_grad():
+        packed = packing.packed_weights(weights, biases, x)
+        ways: dict[str, Product] = {"into": lambda: _into(x, weights, biases)}
+        if isinstance(packed, Packed):
+            ways = {"one": lambda: one(x, packed), **ways}
+        for name, way in ways.items():
+            if same_bits is None or same_bits(name, x, sizes, bool(biases), way, layers):
+                return way()
+        return layers()
+
+
+def _into(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Each product by itself, written where it belongs."""
+    y = _room(x, weights)
+    rows, parts = x.flatten(0, -2), y.flatten(0, -2).split([len(w) for w in weights], -1)
+    for i, (w, part) in enumerate(zip(weights, parts, strict=True)):
+        if biases:
+            torch.addmm(biases[i], rows, w.t(), out=part)
+        else:
+            torch.mm(rows, w.t(), out=part)
+    return y
+
+
+def _room(x: Tensor, weights: Sequence[Tensor], *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(len(w) for w in weights)))
+
+
+JOINED = library.define(
+    "projections",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, int exact) -> Tensor",
+    _joined,
+    _room,
+)

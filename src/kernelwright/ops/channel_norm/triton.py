@@ -1,0 +1,145 @@
+"""The norm over channels in Triton: a program holds all channels of some neighbouring positions,
+so it reads them once, in stretches of consecutive addresses."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from ...backends import Unsupported
+from ...backends.triton import TritonLaunch
+from ..glu.triton import activate
+from . import problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..op import Call
+
+
+@triton.jit
+def of_channels(p, i_batch, o_c, m_c, batch, channel, ABSENT: tl.constexpr):
+    """A number for each channel [C, 1], or the one that leaves the formula as it is."""
+    if p is not None:
+        return tl.load(p + i_batch * batch + o_c * channel, mask=m_c, other=0.0).to(tl.float32)
+    else:
+        return ABSENT
+
+
+@triton.jit(
+    do_not_specialize=[
+        "groups",
+        "tiles",
+        "x_batch",
+        "x_channel",
+        "y_batch",
+        "y_channel",
+        "scale_batch",
+        "scale_channel",
+        "shift_batch",
+        "shift_channel",
+    ]
+)
+def channel_norm_kernel(
+    x,
+    weight,
+    scale,
+    shift,
+    y,
+    groups,
+    tiles,
+    x_batch,
+    x_channel,
+    y_batch,
+    y_channel,
+    scale_batch,
+    scale_channel,
+    shift_batch,
+    shift_channel,
+    eps,
+    C: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACT: tl.constexpr,
+):
+    # positions and strides come in groups: so the compiler sees what they are multiples of
+    i = tl.program_id(0).to(tl.int64)
+    i_batch = i // tiles
+    o_p = (i % tiles * POSITIONS + tl.arange(0, POSITIONS))[None, :]
+    o_c = tl.arange(0, CHANNELS).to(tl.int64)[:, None]
+    m_c = o_c < C
+    m = m_c & (o_p < groups.to(tl.int64) * GROUP)
+
+    o_x = i_batch * (x_batch.to(tl.int64) * GROUP) + o_c * (x_channel.to(tl.int64) * GROUP)
+    b_x = tl.load(x + o_x + o_p, mask=m, other=0.0).to(tl.float32)
+    b_weight = of_channels(weight, 0, o_c, m_c, 0, 1, 1.0)
+    b_scale = of_channels(scale, i_batch, o_c, m_c, scale_batch, scale_channel, 0.0)
+    b_shift = of_channels(shift, i_batch, o_c, m_c, shift_batch, shift_channel, 0.0)
+
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 0) / C + eps)[None, :]
+    b_y = b_x * b_rstd * b_weight * (1.0 + b_scale) + b_shift
+    if ACT != "none":
+        b_y = activate(b_y, ACT)
+    o_y = i_batch * (y_batch.to(tl.int64) * GROUP) + o_c * (y_channel.to(tl.int64) * GROUP)
+    tl.store(y + o_y + o_p, b_y.to(y.dtype.element_ty), mask=m)
+
+
+# Elements of a program and of a thread, and the fewest and most positions of a program. Reasoned,
+# not measured: at 32 elements a thread the kernel takes 64 registers on sm_90, so two programs or
+# more share a multiprocessor and one reads while another writes, with 64 KiB on their way; 64
+# positions in 16 bits are a line of 128 bytes, 16 a sector of 32.
+ELEMENTS, PER_THREAD = 16384, 32
+FEWEST, MOST = 16, 64
+
+
+def tile_for(channels: int) -> tuple[int, int]:
+    """Positions of a program that holds a power of two of channels, and its warps."""
+    positions = max(FEWEST, min(MOST, ELEMENTS // channels))
+    return positions, max(1, channels * positions // (32 * PER_THREAD))
+
+
+def plan(call: Call) -> TritonLaunch:
+    x, out = call["x"], call["out"]
+    if no := problem(x) or problem(out):
+        raise Unsupported(no)
+    batch, channels, *sizes = x.shape
+    positions = math.prod(sizes)
+    strides = [*_strides(x), *_strides(out)]
+    group = math.gcd(16, positions, *strides)
+    block = triton.next_power_of_2(channels)
+    tile, warps = tile_for(block)
+    tiles = triton.cdiv(positions, tile)
+    modulation = [s for n in ("scale", "shift") for s in _strides(call[n])]
+    return TritonLaunch(
+        kernel=channel_norm_kernel,
+        grid=(batch * tiles,),
+        pointers=("x", "weight", "scale", "shift", "out"),
+        scalars=(
+            positions // group,
+            tiles,
+            *(s // group for s in strides),
+            *modulation,
+            float(call["eps"]),
+        ),
+        constants={
+            "C": channels,
+            "CHANNELS": block,
+            "POSITIONS": tile,
+            "GROUP": group,
+            "ACT": call["activation"],
+        },
+        num_warps=warps,
+        alignment=min(16, call.alignment),
+    )
+
+
+def _strides(t: Tensor | None) -> tuple[int, int]:
+    """From batch to batch and from channel to channel; 0 where there is only one."""
+    if t is None:
+        return 0, 0
+    batch, channel = (s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True))
+    return batch, channel
