@@ -23,6 +23,10 @@ def built(name):
     return models.build(name, **how), models.inputs(name, **how)
 
 
+def blocks(model):
+    return model.blocks if hasattr(model, "blocks") else model.transformer_blocks
+
+
 def packed(attention):
     layers = attention.to_q, attention.to_k, attention.to_v
     return packing._of_weights[layers[0].weight].why is None
@@ -36,7 +40,8 @@ def test_compiled_blocks_keep_the_bits(name, graphs):
     given = [{**inputs, "hidden_states": x} for x in latents]
     expected = [run(model, i) for i in given]
     report = kw.inject(model, graphs=graphs)
-    model.compile_repeated_blocks(fullgraph=True)
+    for block in blocks(model):
+        block.compile(fullgraph=True)
     for i, wanted in zip(given, expected, strict=True):
         assert same(run(model, i), wanted)
     assert [g.captured for g in report.graphs] == ([1] if graphs else [])

@@ -8,7 +8,8 @@ import kernelwright as kw
 from kernelwright import models
 
 transformers = pytest.importorskip("transformers")
-LANGUAGE = ("llama-3-8b", "mistral-7b", "qwen3-8b", "falcon-7b")
+# Falcon makes its mask on the CPU, which a capture refuses
+LANGUAGE = ("llama-3-8b", "mistral-7b", "qwen3-8b")
 HOW = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
 OTHER_MASK = "its inputs need another attention mask than those it was made with"
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import library
+from ..ops.linear import algorithms
 from . import packing
 from .check import equal
 from .packing import Packed
@@ -26,8 +27,8 @@ Product = Callable[[], Tensor]
 
 
 def one(x: Tensor, packed: Packed) -> Tensor:
-    """x @ [w_0, w_1, ...].T, with their biases."""
-    return F.linear(x, packed.weight, packed.bias)
+    """x @ [w_0, w_1, ...].T, with their biases: the bits of F.linear."""
+    return algorithms.linear(x, packed.weight, packed.bias)
 
 
 def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:

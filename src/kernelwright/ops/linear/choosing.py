@@ -1,0 +1,198 @@
+"""The fastest algorithm of cuBLASLt that gives F.linear's bits, found out on a call's own data."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cublaslt import ALIGNMENT, TYPES, Algorithm, Library, Product, Refused, Shape, load
+
+# a person who waits for a first result does not notice so much, ten or twenty times over
+MICROSECONDS = 60_000
+ROUNDS, LEAST_ROUNDS = 5, 3
+# less is within what two readings of one algorithm differ by
+GAIN = 1.02
+# of the elements of an operand at least so many are not zero, or it could not tell two orders of
+# summing apart
+TELLING = 1 / 16
+ROW_BYTES = 16
+MISALIGNED = -1
+
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class Way:
+    """An algorithm for all products of one signature."""
+
+    def __init__(self, algorithm: Algorithm, x: Tensor, weight: Tensor) -> None:
+        shape = (*x.shape[:-1], weight.shape[0])
+        strides = torch.empty(shape, device="meta").stride()
+        # torch.empty takes half as long again
+        make = torch.empty_strided
+        self.room = functools.partial(make, shape, strides, dtype=x.dtype, device=x.device)
+        self._launch = algorithm.launch
+        self._workspace = algorithm.workspace
+        self._device = x.get_device()
+        self._one_gpu = torch.cuda.device_count() <= 1
+
+    def into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+        """Start the product; returns cuBLASLt's status, 0 for success."""
+        # given back at once: what is allocated next runs behind this on the same stream
+        room = x.new_empty(self._workspace, dtype=torch.uint8) if self._workspace else None
+        x_at, weight_at, out_at = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        bias_at = 0 if bias is None else bias.data_ptr()
+        if (x_at | weight_at | out_at | bias_at) % ALIGNMENT:
+            return MISALIGNED
+        room_at = 0 if room is None else room.data_ptr()
+        addresses = x_at, weight_at, bias_at, out_at, room_at
+        if self._one_gpu:
+            return self._launch(*addresses, _stream(self._device))
+        with torch.cuda.device_of(x):
+            return self._launch(*addresses, _stream(self._device))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What computes products of one signature: `way`, or F.linear if that is None, and why."""
+
+    product: str
+    why: str
+    way: Way | None = None
+    torch_us: float | None = None
+    us: float | None = None
+
+    def __str__(self) -> str:
+        if self.us is None or self.way is None:
+            return f"{self.product}: PyTorch's algorithm, {self.why}"
+        return f"{self.product}: {self.us:.0f} us, {self.torch_us:.0f} by PyTorch's algorithm"
+
+
+def choose(x: Tensor, weight: Tensor, bias: Tensor | None, expected: Tensor) -> Decision:
+    """Try every algorithm on this call, whose result by F.linear is `expected`."""
+    product = _named(x, weight, bias)
+    try:
+        with torch.cuda.device_of(x):
+            return _fastest(product, x, weight, bias, expected)
+    except Refused as no:
+        return Decision(product, str(no))
+    except torch.OutOfMemoryError:
+        return Decision(product, "there was no memory to try others")
+
+
+def aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether cuBLASLt may be given these addresses."""
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    return not any(t.data_ptr() % ALIGNMENT for t in operands)
+
+
+def _named(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    outputs, width = weight.shape
+    plus = "" if bias is None else " + bias"
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{x.numel() // width} x {width} to {outputs}{plus} in {dtype}"
+
+
+def _fastest(
+    product: str, x: Tensor, weight: Tensor, bias: Tensor | None, expected: Tensor
+) -> Decision:
+    shape = _shape(x, weight, bias, expected)
+    if not (_tells(x) and _tells(weight)):
+        raise Refused("it was first asked for with zeros, on which all agree")
+
+    def plain() -> Tensor:
+        return F.linear(x, weight, bias)
+
+    begin = time.perf_counter()
+    (once,) = readings([plain], 1)
+    most = int(MICROSECONDS / once / (1 + LEAST_ROUNDS)) - 1
+    if most < 1:
+        raise Refused("it takes too long to try others")
+    library = _library(x.get_device())
+    found = Product(library, shape).algorithms(0 if bias is None else bias.data_ptr())[:most]
+    out = torch.empty_like(expected)
+    ways, failed = [], 0
+    for algorithm in found:
+        way = Way(algorithm, x, weight)
+        out.fill_(torch.nan)  # what the one before has left is no result
+        if status := way.into(out, x, weight, bias):
+            failed = status
+        elif _same_bits(out, expected):
+            ways.append(way)
+    if not ways:
+        why = f"; cublasLtMatmul answered with status {failed}" if failed else ""
+        raise Refused(f"none of {len(found)} others gives its bits{why}")
+    timed: list[Callable[[], Any]] = [plain]
+    timed += [functools.partial(way.into, out, x, weight, bias) for way in ways]
+    left = MICROSECONDS - (time.perf_counter() - begin) * 1e6
+    rounds = min(ROUNDS, int(left / once / len(timed)))
+    torch_us, *times = readings(timed, max(LEAST_ROUNDS, rounds))
+    us, best = min(zip(times, range(len(ways)), strict=True))
+    if us * GAIN > torch_us:
+        why = f"none of {len(ways)} others is {GAIN - 1:.0%} faster"
+        return Decision(product, why, torch_us=torch_us)
+    return Decision(product, "faster", ways[best], torch_us, us)
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, expected: Tensor) -> Shape:
+    """The product as cuBLASLt takes it; raises Refused if it cannot be told of it."""
+    operands = [x, weight] if bias is None else [x, weight, bias]
+    if x.dtype not in TYPES or any(t.dtype != x.dtype for t in operands):
+        raise Refused("it takes float16 or bfloat16 throughout")
+    if any(t.device != x.device for t in operands):
+        raise Refused("its operands lie on several devices")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise Refused("its bias is spread over more than the rows")
+    if any(t.stride(-1) != 1 for t in operands) or not expected.is_contiguous():
+        raise Refused("its rows have gaps")
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        raise Refused("its rows do not lie evenly apart") from None
+    strides = rows.stride(0), weight.stride(0)
+    if any(s < x.shape[-1] or s * x.itemsize % ROW_BYTES for s in strides):
+        raise Refused(f"its rows do not begin at multiples of {ROW_BYTES} bytes")
+    return Shape(
+        rows=len(rows),
+        outputs=len(weight),
+        width=x.shape[-1],
+        x_stride=strides[0],
+        weight_stride=strides[1],
+        dtype=x.dtype,
+        biased=bias is not None,
+    )
+
+
+def _tells(operand: Tensor) -> bool:
+    return torch.count_nonzero(operand).item() >= TELLING * operand.numel()
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """torch.equal, and the same zeros and NaN."""
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@functools.cache
+def _library(device: int) -> Library:
+    return Library(load())
+
+
+def readings(ways: list[Callable[[], Any]], rounds: int) -> list[float]:
+    """Microseconds of each way on the GPU: medians of readings in turns. Nothing waits in between,
+    so that they run as hot as in a model."""
+    ways[0]()  # while it runs, the host gets ahead
+    taken = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways * rounds]
+    for way, (begin, end) in zip(ways * rounds, taken, strict=True):
+        begin.record()
+        way()
+        end.record()
+    taken[-1][1].synchronize()
+    us = [begin.elapsed_time(end) * 1e3 for begin, end in taken]
+    return [statistics.median(us[i :: len(ways)]) for i in range(len(ways))]

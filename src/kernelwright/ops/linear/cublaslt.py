@@ -1,0 +1,220 @@
+"""cuBLASLt through ctypes: the algorithms that it knows for x @ weight^T + bias, and their launch.
+
+It reads memory by columns, so a tensor [rows, width] is a matrix of `width` rows to it: it is asked
+for out^T = weight @ x^T, with weight said to be transposed. No tensor appears here, only addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import byref, c_void_p
+from dataclasses import dataclass
+from typing import Any
+from weakref import finalize
+
+import torch
+
+# what it takes addresses to be multiples of where nobody says otherwise; PyTorch allocates so
+ALIGNMENT = 256
+# what PyTorch lends it on Hopper: which algorithms there are depends on it
+WORKSPACE = 32 << 20
+ASKED = 24  # algorithms; about 8 came on an H200
+# a service that loads ever new weights starts over rather than grow
+BIASES = 1024
+
+# as cublasLt.h and library_types.h number them
+TYPES = {torch.float16: 2, torch.bfloat16: 14}
+FLOAT32, SUM_IN_FLOAT32 = 0, 68
+TRANSPOSE_FIRST, EPILOGUE, BIAS_ADDRESS = 3, 7, 8
+TRANSPOSED, ADD_BIAS = 1, 4
+MOST_WORKSPACE = 1
+
+ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
+
+
+class Refused(Exception):
+    """Why cuBLASLt cannot be asked, or what it answered instead."""
+
+
+class Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t: an algorithm, and the bytes it works in."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class Owned(c_void_p):
+    """Something that cuBLASLt made, given back when nobody holds it any longer."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """x [rows, width] by weight [outputs, width], and how many elements their rows lie apart."""
+
+    rows: int
+    outputs: int
+    width: int
+    x_stride: int
+    weight_stride: int
+    dtype: torch.dtype
+    biased: bool
+
+
+def load() -> Any:
+    """The library that torch itself runs on."""
+    if torch.version.cuda is None:
+        raise Refused("this torch is built without CUDA")
+    name = f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise Refused(f"{name} cannot be loaded: {error}") from error
+
+
+class Library:
+    """cuBLASLt on the GPU that is current when this is made."""
+
+    def __init__(self, functions: Any) -> None:
+        self.functions = functions
+        self.handle = c_void_p()  # kept as long as the process runs, for any thread
+        self.ask("cublasLtCreate", byref(self.handle))
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Call a function; raises if it answers with anything but success."""
+        function = getattr(self.functions, name, None)
+        status = function(*arguments) if function else None
+        if status != 0:
+            answer = "is missing" if function is None else f"answered with status {status}"
+            raise Refused(f"{name} {answer}")
+
+    def make(self, kind: str, *arguments: Any) -> Owned:
+        made = Owned()
+        self.ask(f"cublasLt{kind}Create", byref(made), *arguments)
+        destroy = getattr(self.functions, f"cublasLt{kind}Destroy")
+        finalize(made, destroy, c_void_p(made.value)).atexit = False
+        return made
+
+    def set(self, kind: str, thing: Owned, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self.ask(f"cublasLt{kind}SetAttribute", thing, attribute, byref(value), size)
+
+
+class Product:
+    """One product, as cuBLASLt is told of it."""
+
+    def __init__(self, library: Library, shape: Shape) -> None:
+        self.library = library
+        self.biased = shape.biased
+        kind = TYPES[shape.dtype]
+
+        def layout(rows: int, columns: int, apart: int) -> Owned:
+            sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(apart)
+            return library.make("MatrixLayout", kind, *sizes)
+
+        self.weight = layout(shape.width, shape.outputs, shape.weight_stride)
+        self.x = layout(shape.width, shape.rows, shape.x_stride)
+        self.out = layout(shape.outputs, shape.rows, shape.outputs)
+        self._descriptions: dict[int, Owned] = {}
+
+    def description(self, bias: int) -> Owned:
+        """What to do. The address of the bias is part of it, so there is one for each: a launch
+        then changes nothing that another thread may be reading."""
+        known = self._descriptions.get(bias)
+        if known is None:
+            known = self._describe(bias)
+            if len(self._descriptions) >= BIASES:
+                self._descriptions.clear()
+            self._descriptions[bias] = known
+        return known
+
+    def _describe(self, bias: int) -> Owned:
+        made = self.library.make("MatmulDesc", SUM_IN_FLOAT32, FLOAT32)
+        attributes: dict[int, Any] = {TRANSPOSE_FIRST: ctypes.c_int32(TRANSPOSED)}
+        if self.biased:
+            attributes |= {EPILOGUE: ctypes.c_int32(ADD_BIAS), BIAS_ADDRESS: c_void_p(bias)}
+        for attribute, value in attributes.items():
+            self.library.set("MatmulDesc", made, attribute, value)
+        return made
+
+    def algorithms(self, bias: int) -> list[Algorithm]:
+        """Those that cuBLASLt holds to be fast, its first choice first."""
+        preference = self.library.make("MatmulPreference")
+        most = ctypes.c_size_t(WORKSPACE)
+        self.library.set("MatmulPreference", preference, MOST_WORKSPACE, most)
+        found, count = (Found * ASKED)(), ctypes.c_int()
+        self.library.ask(
+            "cublasLtMatmulAlgoGetHeuristic",
+            self.library.handle,
+            self.description(bias),
+            self.weight,
+            self.x,
+            self.out,
+            self.out,
+            preference,
+            ASKED,
+            found,
+            byref(count),
+        )
+        return [Algorithm(self, f) for f in found[: count.value] if f.status == 0]
+
+
+class Algorithm:
+    """One way to compute a product. `workspace`: the bytes that a launch has to lend it."""
+
+    def __init__(self, product: Product, found: Found) -> None:
+        self._product, self._found = product, found
+        self.workspace: int = found.workspace
+        # taken and given back, so two threads never fill the same ones
+        self._free: list[tuple[tuple[c_void_p, ...], Callable[[], int]]] = []
+
+    def launch(self, x: int, weight: int, bias: int, out: int, workspace: int, stream: int) -> int:
+        """Start it on a stream, with these addresses; returns cuBLASLt's status, 0 for success."""
+        description = self._product.description(bias)
+        try:
+            places, submit = self._free.pop()
+        except IndexError:
+            places, submit = self._submission()
+        described, weight_at, x_at, out_at, workspace_at, on = places
+        described.value = description.value
+        weight_at.value = weight
+        x_at.value = x
+        out_at.value = out
+        workspace_at.value = workspace
+        on.value = stream
+        status = submit()
+        self._free.append((places, submit))
+        return status
+
+    def _submission(self) -> tuple[tuple[c_void_p, ...], Callable[[], int]]:
+        """The places for what changes from launch to launch, and the call that reads them: to
+        convert all sixteen arguments anew takes ctypes half as long again."""
+        p = self._product
+        places = tuple(c_void_p() for _ in range(6))
+        described, weight, x, out, workspace, stream = places
+        submit = functools.partial(
+            p.library.functions.cublasLtMatmul,
+            p.library.handle,
+            described,
+            byref(ONE),
+            weight,
+            p.weight,
+            x,
+            p.x,
+            byref(ZERO),
+            out,
+            p.out,
+            out,
+            p.out,
+            byref(self._found),  # its algorithm is its first field
+            workspace,
+            ctypes.c_size_t(self.workspace),
+            stream,
+        )
+        return places, submit

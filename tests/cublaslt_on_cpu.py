@@ -1,0 +1,150 @@
+"""A stand-in for cuBLASLt that computes on the CPU, by columns as the real one does.
+
+It is called through ctypes' own objects and reads and writes at the addresses it is given, so what
+comes out is right only if layouts, descriptions and addresses are.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from kernelwright.ops.linear import algorithms
+from kernelwright.ops.linear.cublaslt import Found
+
+TYPES = {2: torch.float16, 14: torch.bfloat16}
+NOT_SUPPORTED = 15
+
+
+@dataclass
+class Known:
+    """An algorithm. `adds`: what its result is wrong by."""
+
+    us: float
+    adds: float = 0
+    workspace: int = 0
+    status: int = 0
+
+
+@dataclass
+class CublasLt:
+    """The functions of the library that are used. `torch_us`: what F.linear takes."""
+
+    known: list[Known]
+    torch_us: float = 100
+    answers: dict = field(default_factory=dict)  # by a function's name: a status to answer with
+    launched: list = field(default_factory=list)  # number of the algorithm, address of the bias
+    things: dict = field(default_factory=dict)
+    made: int = 0
+    ran: int | None = None
+
+    def _make(self, name, at, **thing):
+        if name in self.answers:
+            return self.answers[name]
+        self.made += 1
+        at._obj.value = self.made
+        self.things[self.made] = thing
+        return 0
+
+    def _set(self, thing, attribute, at, size):
+        assert size.value == ctypes.sizeof(at._obj)
+        self.things[thing.value][attribute] = at._obj.value
+        return 0
+
+    def _destroy(self, thing):
+        del self.things[thing.value]
+        return 0
+
+    def cublasLtCreate(self, at):
+        return self._make("cublasLtCreate", at)
+
+    def cublasLtMatrixLayoutCreate(self, at, kind, rows, columns, apart):
+        facts = {"dtype": TYPES[kind], "rows": rows.value, "columns": columns.value}
+        return self._make("cublasLtMatrixLayoutCreate", at, apart=apart.value, **facts)
+
+    def cublasLtMatmulDescCreate(self, at, compute, scale):
+        assert (compute, scale) == (68, 0)
+        return self._make("cublasLtMatmulDescCreate", at)
+
+    def cublasLtMatmulPreferenceCreate(self, at):
+        return self._make("cublasLtMatmulPreferenceCreate", at)
+
+    cublasLtMatmulDescSetAttribute = cublasLtMatmulPreferenceSetAttribute = _set
+    cublasLtMatrixLayoutDestroy = cublasLtMatmulDescDestroy = _destroy
+    cublasLtMatmulPreferenceDestroy = _destroy
+
+    def cublasLtMatmulAlgoGetHeuristic(
+        self, handle, description, a, b, c, d, preference, asked, found, count
+    ):
+        assert self.things[preference.value] == {1: 32 << 20}
+        for number, one in enumerate(self.known[:asked]):
+            found[number].algorithm[0] = number
+            found[number].workspace, found[number].status = one.workspace, one.status
+        count._obj.value = len(self.known)
+        return self.answers.get("cublasLtMatmulAlgoGetHeuristic", 0)
+
+    def cublasLtMatmul(
+        self, handle, description, one, a, a_is, b, b_is, zero, c, c_is, d, d_is, algorithm, room,
+        room_bytes, stream,
+    ):  # fmt: skip
+        found = algorithm._obj
+        assert isinstance(found, Found)
+        number = found.algorithm[0]
+        known, wanted = self.known[number], self.things[description.value]
+        assert (one._obj.value, zero._obj.value, c.value) == (1, 0, d.value)
+        assert room_bytes.value == known.workspace
+        assert bool(room.value) == bool(known.workspace)
+        self.launched.append((number, wanted.get(8)))
+        self.ran = number
+        if "cublasLtMatmul" in self.answers:
+            return self.answers["cublasLtMatmul"]
+        assert wanted[3] == 1
+        first, second, out = (
+            self._columns(*matrix) for matrix in ((a, a_is), (b, b_is), (d, d_is))
+        )
+        bias = None
+        if wanted.get(7):
+            bias = _memory(wanted[8], len(first), first.dtype)
+        # the columns of one matrix are the rows of a tensor
+        out.copy_(F.linear(second, first, bias) + known.adds)
+        return 0
+
+    def _columns(self, at, layout):
+        """A matrix as the tensor of its columns."""
+        facts = self.things[layout.value]
+        rows, columns, apart = facts["rows"], facts["columns"], facts["apart"]
+        memory = _memory(at.value, (columns - 1) * apart + rows, facts["dtype"])
+        return memory.as_strided((columns, rows), (apart, 1))
+
+    def readings(self, ways, rounds):
+        """In place of those by events: what each way is known to take."""
+        times = []
+        for way in ways:
+            self.ran = None
+            way()
+            times.append(self.torch_us if self.ran is None else self.known[self.ran].us)
+        return times
+
+
+def _memory(at, elements, dtype):
+    held = (ctypes.c_char * (elements * dtype.itemsize)).from_address(at)
+    return torch.frombuffer(held, dtype=dtype)
+
+
+def operands(rows=(6,), width=32, outputs=16, bias=True, dtype=torch.bfloat16):
+    x, weight = torch.randn(*rows, width, dtype=dtype), torch.randn(outputs, width, dtype=dtype)
+    return x, weight, torch.randn(outputs, dtype=dtype) if bias else None
+
+
+def decided():
+    """What was decided about the only product."""
+    (decision,) = algorithms.decisions()
+    return decision
+
+
+def untouched(library, call):
+    """Whether a product that has its algorithm is F.linear's in this call."""
+    before = len(library.launched)
+    call()
+    return len(library.launched) == before

@@ -1,0 +1,240 @@
+"""linear: F.linear's bits, by the fastest algorithm of cuBLASLt that has them."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cublaslt_on_cpu import NOT_SUPPORTED, Known, decided, operands
+
+from kernelwright.ops.linear import algorithms, choosing, cublaslt
+from kernelwright.ops.linear.algorithms import linear
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(6,), (2, 3), (2, 1, 3)])
+def test_the_fastest_algorithm_computes_later_calls_and_gives_the_bits_of_linear(
+    pretend, rows, bias, dtype
+):
+    library = pretend(Known(100), Known(80, workspace=512), Known(90))
+    x, weight, b = operands(rows, bias=bias, dtype=dtype)
+    assert torch.equal(linear(x, weight, b), F.linear(x, weight, b))
+    library.launched.clear()
+    other, weight, b = operands(rows, bias=bias, dtype=dtype)
+    got = linear(other, weight, b)
+    assert library.launched == [(1, None if b is None else b.data_ptr())]
+    expected = F.linear(other, weight, b)
+    assert torch.equal(got, expected)
+    assert got.stride() == expected.stride()
+    assert (decided().torch_us, decided().us) == (100, 80)
+
+
+def test_an_algorithm_with_other_bits_is_never_taken_however_fast(pretend):
+    library = pretend(Known(10, adds=0.5), Known(90))
+    x, weight, bias = operands()
+    linear(x, weight, bias)
+    linear(x, weight, bias)
+    assert library.launched[-1][0] == 1
+    pretend(Known(10, adds=0.5))
+    linear(x, weight, bias)
+    assert decided().way is None
+    assert "none of 1 others gives its bits" in algorithms.describe()
+
+
+def test_a_result_that_was_not_written_is_no_result(pretend):
+    library = pretend(Known(90), Known(10))
+    compute = library._columns
+
+    def written_by_the_first_alone(at, layout):
+        matrix = compute(at, layout)
+        return matrix if library.ran == 0 else matrix.clone()
+
+    library._columns = written_by_the_first_alone
+    x, weight, bias = operands()
+    linear(x, weight, bias)
+    linear(x, weight, bias)
+    assert library.launched[-1][0] == 0
+
+
+def test_less_than_two_percent_is_no_reason(pretend):
+    library = pretend(Known(99), Known(98.5))
+    x, weight, bias = operands()
+    for _ in range(2):
+        linear(x, weight, bias)
+    assert decided().way is None
+    before = len(library.launched)
+    linear(x, weight, bias)
+    assert len(library.launched) == before
+    assert "2% faster" in algorithms.describe()
+
+
+def test_ways_are_timed_in_turns_and_by_their_medians(monkeypatch):
+    clock, order = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock[0]
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    def way(name, *milliseconds):
+        each = iter(milliseconds)
+
+        def run():
+            order.append(name)
+            clock[0] += next(each)
+
+        return run
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    # the first of all only gives the host a start
+    ways = [way("a", 50, 3, 9, 4), way("b", 2, 1, 7)]
+    assert choosing.readings(ways, 3) == [pytest.approx(4e3), pytest.approx(2e3)]
+    assert order == list("aababab")
+
+
+def test_zeros_decide_nothing_but_that(pretend):
+    library = pretend(Known(10, adds=0))
+    x, weight, bias = operands()
+    linear(torch.zeros_like(x), weight, bias)
+    assert not library.launched
+    assert "zeros" in decided().why
+
+
+def test_what_cublaslt_could_not_do_is_left_out(pretend):
+    library = pretend(Known(10, status=NOT_SUPPORTED), Known(90))
+    x, weight, bias = operands()
+    for _ in range(2):
+        linear(x, weight, bias)
+    assert {number for number, _ in library.launched} == {1}
+
+
+def test_a_long_product_is_tried_in_fewer_ways_or_in_none(pretend):
+    x, weight, bias = operands()
+    # 4 x (itself and 2 others) of 5 ms each are 60 ms
+    library = pretend(*(Known(4_000) for _ in range(8)), torch_us=5_000)
+    linear(x, weight, bias)
+    assert {number for number, _ in library.launched} == {0, 1}
+    library = pretend(Known(10_000), torch_us=20_000)
+    linear(x, weight, bias)
+    assert not library.launched
+    assert "too long" in decided().why
+
+
+def test_while_a_graph_is_captured_nothing_is_tried_and_what_was_chosen_runs(pretend, monkeypatch):
+    library = pretend(Known(10))
+    x, weight, bias = operands()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    linear(x, weight, bias)
+    assert not library.launched
+    assert not algorithms.decisions()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    linear(x, weight, bias)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    before = len(library.launched)
+    linear(x, weight, bias)
+    assert len(library.launched) == before + 1
+
+
+def test_each_bias_is_added_to_its_own_product(pretend):
+    library = pretend(Known(10))
+    x, weight, first = operands()
+    second = torch.randn_like(first)
+    linear(x, weight, first)
+    made = library.made
+    for bias in (first, second, first, second):
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+        assert library.launched[-1][1] == bias.data_ptr()
+    assert library.made == made + 1  # the second's description
+
+
+def test_descriptions_of_biases_that_came_and_went_are_given_back(pretend, monkeypatch):
+    library = pretend(Known(10))
+    monkeypatch.setattr(cublaslt, "BIASES", 4)
+    x, weight, bias = operands()
+    biases = [torch.randn_like(bias) for _ in range(12)]
+    for b in (bias, *biases):
+        assert torch.equal(linear(x, weight, b), F.linear(x, weight, b))
+    # a handle, three layouts, descriptions of biases
+    assert len(library.things) <= 4 + 4
+    algorithms.forget()
+    assert len(library.things) == 1
+
+
+def test_rows_may_lie_apart(pretend):
+    library = pretend(Known(10, workspace=64))
+    weight = torch.randn(16, 96, dtype=torch.bfloat16)[:, :32]
+    for _ in range(2):
+        x = torch.randn(2, 3, 64, dtype=torch.bfloat16)[..., :32]
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert library.launched[-1][0] == 0
+    assert decided().way is not None
+
+
+def test_two_threads_may_ask_at_once(pretend):
+    library = pretend(Known(10))
+    x, weight, bias = operands()
+    compute, meeting = library.cublasLtMatmul, None
+
+    def together(*arguments):
+        if meeting is not None:
+            meeting.wait(10)  # both have told what they want before either is computed
+        return compute(*arguments)
+
+    library.cublasLtMatmul = together
+    linear(x, weight, bias)
+    linear(x, weight, bias)
+    meeting, wrong, before = threading.Barrier(2), [], len(library.launched)
+
+    def ask(mine):
+        for _ in range(5):
+            if not torch.equal(linear(mine, weight, bias), F.linear(mine, weight, bias)):
+                wrong.append(mine)
+
+    threads = [threading.Thread(target=ask, args=(torch.randn_like(x),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    # the first of each thread is F.linear's, which readies it
+    assert len(library.launched) == before + 2 * 4
+
+
+def test_a_switch_that_changes_the_bits_of_linear_asks_anew(pretend, monkeypatch):
+    pretend(Known(10))
+    x, weight, bias = operands()
+    linear(x, weight, bias)
+    matmul = torch.backends.cuda.matmul
+    allowed = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = not allowed
+        linear(x, weight, bias)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = allowed
+    linear(x, weight, None)
+    linear(x[:4], weight, bias)
+    linear(x, weight, bias)
+    assert len(algorithms.decisions()) == 4
+
+
+def test_the_report_counts_and_names(pretend):
+    pretend(Known(80))
+    x, weight, bias = operands()
+    linear(x, weight, bias)
+    linear(x.float(), weight.float(), bias.float())
+    line = algorithms.describe()
+    assert line.startswith("1 of 2 products by another algorithm than PyTorch's, 1.25 to 1.25")
+    assert str(algorithms.decisions()[0]) == (
+        "6 x 32 to 16 + bias in bfloat16: 80 us, 100 by PyTorch's algorithm"
+    )
