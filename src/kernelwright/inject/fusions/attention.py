@@ -12,6 +12,7 @@ from torch import Tensor
 from ...ops import selection
 from ...ops.attention import attention
 from ...ops.qk_norm_rope import QK_NORM_ROPE
+from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
 from ..check import declined, site
@@ -214,9 +215,15 @@ class AttentionPlaces(Places):
         if linear.bias is None or linear.weight.dtype != rows.dtype or 2 * tokens < rows.shape[1]:
             return eager()
 
+        exact, backend = self._how(rows, "diffusers")
+
         def kernel() -> Tensor:
             if self.exact:  # eager rounds before it adds the bias
-                return F.linear(rows, linear.weight)[:, :tokens] + linear.bias
+                y = F.linear(rows, linear.weight)[:, :tokens]
+                # PyTorch's addition reads such rows element by element
+                return GATED_RESIDUAL(
+                    y, linear.bias.expand_as(y), None, exact=exact, backend=backend
+                )
             return F.linear(rows, linear.weight, linear.bias)[:, :tokens]
 
         return site("product of a part of the rows", eager, kernel)

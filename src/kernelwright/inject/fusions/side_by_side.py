@@ -42,6 +42,21 @@ def copy(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
+def joint(parts: Sequence[Tensor]) -> Tensor:
+    """Streams of tokens [batch, tokens, ...] one behind the other, as torch.cat puts them, which
+    reads element by element what is a part of wider rows."""
+    traced = torch.compiler.is_compiling()
+    plain = all(type(t) is Tensor and t.dtype == parts[0].dtype for t in parts)
+    if traced or not plain or (torch.is_grad_enabled() and any(t.requires_grad for t in parts)):
+        return torch.cat(list(parts), dim=1)
+    sizes = [t.shape[1] for t in parts]
+    first = parts[0]
+    whole = first.new_empty((first.shape[0], sum(sizes), *first.shape[2:]))
+    for place, part in zip(whole.split(sizes, dim=1), parts, strict=True):
+        copy(place, part)
+    return whole
+
+
 def joint_qk(
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
+from ..fusions.side_by_side import joint
 from ..recipe import Forward, Patch, Recipe
 from ._joint import QUIET, Rotary, Stream, joint_qk
 from .adaln import adapted, is_adaptive
@@ -182,7 +183,7 @@ def attend(
         layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
         query, key, text_value = heads(TEXT_QKV, encoder_hidden_states, *layers)
         streams.insert(0, Stream(query, key, attn.norm_added_q, attn.norm_added_k))
-        value = torch.cat([text_value, value], dim=1)
+        value = joint([text_value, value])
 
     query, key = joint_qk(fuse, streams, image_rotary_emb, rotate)
     rows = fuse.attention(query, key, value, attention_mask, attn.processor)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
+from ..fusions.side_by_side import joint
 from ..recipe import Forward, Patch, Recipe, full_name
 from ._joint import QUIET, Stream, joint_qk
 from .adaln import adapted, is_adaptive
@@ -126,7 +126,7 @@ def attend(
         layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
         query, key, text_value = heads(TEXT_QKV, encoder_hidden_states, *layers)
         streams.append(Stream(query, key, attn.norm_added_q, attn.norm_added_k))
-        value = torch.cat([value, text_value], dim=1)
+        value = joint([value, text_value])
 
     query, key = joint_qk(fuse, streams)
     rows = fuse.sdpa(query, key, value, gathered=len(streams) > 1)
