@@ -1,6 +1,9 @@
-"""Tests of injection leave diffusers as they found it."""
+"""Tests of injection leave diffusers and torch.compile as they found them."""
+
+import sys
 
 import pytest
+import torch
 
 from kernelwright.inject import products
 
@@ -14,6 +17,16 @@ def attention_backend_of_diffusers():
     before = registry._active_backend
     yield
     registry._active_backend = before
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_compiled():
+    """What was compiled for one model counts against the next one with the same code."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and any(dynamo.counters.values()):
+        torch.compiler.reset()
+        dynamo.counters.clear()
 
 
 @pytest.fixture

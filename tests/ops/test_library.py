@@ -218,3 +218,20 @@ def test_a_dynamic_graph_serves_other_lengths_and_keeps_the_bits():
         given = sequences(tokens)
         assert equal(function(*given), block(*given))
     assert counter.frame_count == compilations
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_graph_that_records_no_gradient_goes_around_it(recorded):
+    nodes = []
+
+    def backend(graph, example):
+        nodes.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph
+
+    x = torch.randn(3, 64)
+    with torch.set_grad_enabled(recorded):
+        expected = kernelwright.rmsnorm(x)
+        got = torch.compile(kernelwright.rmsnorm, backend=backend, fullgraph=True)(x)
+    assert torch.equal(got, expected)
+    (node,) = nodes
+    assert node == f"kernelwright.rmsnorm{'' if recorded else '_unrecorded'}.default"

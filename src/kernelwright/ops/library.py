@@ -60,6 +60,19 @@ def register(op: Op) -> Callable[..., Any]:
     return defined
 
 
+def register_unrecorded(op: Op) -> Callable[..., Any]:
+    """Define `<name>_unrecorded` for graphs of torch.compile in which no gradient is recorded: the
+    way through a gradient in Python takes as long as the rest of a call."""
+    arguments, returns = _split(op.schema)
+
+    def run(*values: Any) -> Any:
+        *args, exact, backend = values
+        return op.run(*args, None, exact or None, backend or None, False)
+
+    schema = f"({', '.join((*arguments, _HOW))}) -> {returns}"
+    return define(f"{op.name}_unrecorded", schema, _with_defaults(op, run), op.library_op)
+
+
 def register_inplace(op: Op) -> Callable[..., Any]:
     """Define `<name>_`, which overwrites the arguments listed in `op.inplace`."""
     arguments, _ = _split(op.schema)

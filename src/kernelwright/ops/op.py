@@ -74,6 +74,7 @@ class Op:
         self._plans: dict[Any, Plan] = {}
         self.run = compile_call(self, arguments)
         self.library_op = library.register(self)
+        self.unrecorded_op = library.register_unrecorded(self)
         self.inplace_op = library.register_inplace(self) if self.inplace else None
         if not self.internal:
             _registry[self.name] = self
@@ -161,7 +162,9 @@ class Op:
             self.inplace_op(*args, exact or "", backend)
             changed = tuple(args[self.arguments.index(n)] for n in self.inplace)
             return changed[0] if len(changed) == 1 else changed
-        result = self.library_op(*args, exact or "", backend)
+        unrecorded = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        through = self.unrecorded_op if unrecorded else self.library_op
+        result = through(*args, exact or "", backend)
         if out is None:
             return result
         single = not isinstance(out, tuple)
