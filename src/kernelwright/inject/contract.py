@@ -15,6 +15,7 @@ from .slots import hooked
 MARGIN = 1.05  # how much above eager's an error may lie
 # a float32 model has no wider run to be held against: parts of it compute in float32 anyway
 FLOAT32_ERROR = 1e-5
+PIECE = 2**23
 
 
 def errors(
@@ -54,10 +55,20 @@ def error(result: Any, truth: Any) -> float:
     """‖result − truth‖ / ‖truth‖ over all tensors of a result."""
     off = size = 0.0
     for y, t in zip(_tensors(result), _tensors(truth), strict=True):
-        t = t.double()
-        off += float(torch.linalg.vector_norm(y.double() - t)) ** 2
-        size += float(torch.linalg.vector_norm(t)) ** 2
+        squares = [
+            torch.stack([(a.double() - b.double()).square().sum(), b.double().square().sum()])
+            for a, b in zip(_pieces(y), _pieces(t), strict=True)
+        ]
+        more = torch.stack(squares).sum(0).tolist() if squares else (0.0, 0.0)
+        off, size = off + more[0], size + more[1]
     return (off / size) ** 0.5 if size else off**0.5
+
+
+def _pieces(t: Tensor) -> tuple[Tensor, ...]:
+    """A tensor in pieces of up to PIECE elements, or of a row: in float64 the whole of it would
+    take four times its memory, and it is compared while the model runs."""
+    rows = t.reshape(-1, t.shape[-1]) if t.ndim and t.numel() else t.reshape(-1, 1)
+    return rows.split(max(1, PIECE // rows.shape[1]))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
