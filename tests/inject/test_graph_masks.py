@@ -115,6 +115,21 @@ def test_packed_sequences_are_kept_apart_whatever_came_before(first, same_way):
     assert reasons == {OTHER_MASK: 1}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_made_behind_the_graph_and_need_no_copy(family):
+    model = model_of(family, **FAMILIES[family])
+    logits = []
+    model.lm_head.register_forward_hook(lambda layer, given, result: logits.append(result))
+    inputs = prompts(4)
+    expected = [run(model, given) for given in inputs]
+    logits.clear()
+    with kw.injected(model, graphs=True) as report:
+        results = [run(model, given) for given in inputs]
+    assert same(results, expected)
+    assert report.graphs[0].captured == 1
+    assert [r.logits.data_ptr() for r in results] == [t.data_ptr() for t in logits[-4:]]
+
+
 def test_a_cache_among_the_results_runs_without_a_graph():
     model, inputs = model_of("Llama"), words(use_cache=True)
     expected = run(model, inputs)

@@ -229,9 +229,10 @@ def _plan(
 
         wrap = Graphs(name=part.name)
         report.graphs.append(wrap)
+    replayed = part.graphed
     for module in named.values():
         chain = _chain(module) if injection.forwards else None
-        graphed = wrap if module is model else None
+        graphed = wrap if module is replayed else None
         if (chain or graphed) and slots.why_not(module) is None:
             injection.forwards.append((ref(module), _whole(type(module), chain, graphed)))
     return injection
