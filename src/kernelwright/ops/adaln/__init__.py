@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..row import RowKernel, faster
+from ..row import RowKernel, faster, sooner
 from . import cases, reference
 
 __all__ = ["adaln_layernorm", "adaln_rmsnorm", "adaln_zero", "modulate"]
@@ -160,6 +160,7 @@ ADALN_RMSNORM = Op(
     kernels=RowKernel(norm="rms", weight="weight", scale="scale", shift="shift"),
     cases=cases.ADALN_RMSNORM,
     sized=cases.sized_rmsnorm,
+    prefer=lambda input, *_: sooner(input),
 )
 
 ADALN_LAYERNORM = Op(

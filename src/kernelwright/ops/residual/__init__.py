@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..row import RowKernel, faster
+from ..row import RowKernel, faster, sooner
 from . import cases, reference
 
 __all__ = ["gated_residual", "gated_residual_norm"]
@@ -128,6 +128,7 @@ GATED_RESIDUAL = Op(
     kernels=RowKernel(norm="none", x="x", residual="residual", gate="gate", sum="out", y=""),
     cases=cases.GATED_RESIDUAL,
     sized=cases.sized,
+    prefer=lambda residual, *_: sooner(residual),
 )
 
 GATED_RESIDUAL_NORM = Op(

@@ -135,6 +135,12 @@ def faster(x: Tensor, norm: str) -> tuple[str, ...]:
     return ("cuda", "triton") if norm == "layer" and shared else ("triton", "cuda")
 
 
+def sooner(x: Tensor) -> tuple[str, ...]:
+    """Backends for rms norms and sums like x. On H200 both are level, to 2% at widths of 2048 and
+    3072; there CUDA goes first, for a kernel that is new compiles in a tenth of the time."""
+    return ("cuda", "triton") if 1024 <= x.shape[-1] <= 4096 else ("triton", "cuda")
+
+
 def _spread(t: Tensor | None, x: Tensor, frames: bool = False) -> Tensor | None:
     """A modulation [D], [B, D], [B, 1, D] or [B, S, D] with as many dimensions as the rows."""
     if t is None:
