@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..backends import Launch, Unsupported
 from . import checks, library, plugins, selection, served
-from .case import Case, Sized
+from .case import Case, Inputs, Sized
 from .plan import Call, How, LaunchPlan, Plan, eager_plan
 from .selection import BACKENDS, Choice, use_backend
 from .signature import compile_signature, layouts
@@ -262,9 +262,16 @@ class Op:
         exact: str | None = None,
         backend: str = "auto",
     ) -> Choice:
-        """The backend for tensors of this device and dtype, and why."""
-        order = ("triton", "cuda") if callable(self.prefer) else self.prefer
-        return self._choose(order, device, dtype, exact, backend)
+        """The backend for tensors of this device and dtype, and why. Where it goes by the shape:
+        for the first of a model, if it has one."""
+        if not callable(self.prefer):
+            return self._choose(self.prefer, device, dtype, exact, backend)
+        case = next((c for c in self.cases if c.large), self.cases[-1])
+        arguments = case.arguments(Inputs(dtype, "meta"))
+        order = self.prefer(*(arguments[n] for n in self.arguments))
+        choice = self._choose(order, device, dtype, exact, backend)
+        free = exact is None and backend == "auto" and choice.backend in order
+        return Choice(choice.backend, f"{choice.reason}, by the shape") if free else choice
 
     def _choose(
         self,
