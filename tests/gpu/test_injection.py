@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inject.harness import check_exact, check_fused, fused_sites, run, same
+from inject.harness import check_exact, check_fused, frames, fused_sites, run, same
 
 import kernelwright as kw
 from kernelwright import models
@@ -69,29 +69,18 @@ def test_a_pipeline_that_is_offloaded(first):
     pipe = models.ltx_pipeline(tiny=True, dtype=torch.bfloat16, device="cuda")
     pipe.set_progress_bar_config(disable=True)
 
-    def frames():
-        return pipe(
-            prompt="a lighthouse",
-            num_frames=9,
-            height=64,
-            width=64,
-            num_inference_steps=3,
-            generator=torch.Generator().manual_seed(0),
-            output_type="pt",
-        ).frames
-
-    expected = frames()
+    expected = frames(pipe, steps=3)
     if first == "inject":
         kw.inject(pipe)
     pipe.enable_model_cpu_offload()
     if first == "offload":
         kw.inject(pipe)
     for _ in range(2):
-        assert torch.equal(frames(), expected)
+        assert torch.equal(frames(pipe, steps=3), expected)
     pipe.remove_all_hooks()
     kw.restore(pipe)
     pipe.to("cuda")
-    assert torch.equal(frames(), expected)
+    assert torch.equal(frames(pipe, steps=3), expected)
     parts = (pipe.transformer, pipe.vae, pipe.text_encoder)
     assert not any(slots.current(m) for part in parts for m in part.modules())
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inject.harness import run, same
+from inject.harness import frames, run, same
 
 import kernelwright as kw
 from kernelwright import models
@@ -111,18 +111,6 @@ def test_t5_is_replayed(dtype, lengths):
     assert check(model, inputs).reasons == {}
 
 
-def frames(pipe, prompt):
-    return pipe(
-        prompt=prompt,
-        num_frames=9,
-        height=64,
-        width=64,
-        num_inference_steps=3,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
-    ).frames
-
-
 @pytest.fixture
 def pipe():
     made = models.ltx_pipeline(**HOW)
@@ -132,24 +120,24 @@ def pipe():
 
 def test_a_pipeline_replays_its_text_encoder_and_its_denoiser(pipe):
     prompts = ("a lighthouse", "snow", "a boat on a lake")
-    expected = [frames(pipe, prompt) for prompt in prompts]
+    expected = [frames(pipe, prompt, steps=3) for prompt in prompts]
     with kw.injected(pipe, graphs=True) as report:
         for prompt, wanted in zip(prompts, expected, strict=True):
-            assert torch.equal(frames(pipe, prompt), wanted)
+            assert torch.equal(frames(pipe, prompt, steps=3), wanted)
         told = report.to_dict()["graphs"]
     assert told == ["text_encoder: 1 graph", "transformer: 1 graph"]
 
 
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_an_offloaded_pipeline_runs_without_graphs(pipe, first):
-    expected = frames(pipe, "a lighthouse")
+    expected = frames(pipe, "a lighthouse", steps=3)
     if first == "inject":
         report = kw.inject(pipe, graphs=True)
     pipe.enable_model_cpu_offload()
     if first == "offload":
         report = kw.inject(pipe, graphs=True)
     for _ in range(3):
-        assert torch.equal(frames(pipe, "a lighthouse"), expected)
+        assert torch.equal(frames(pipe, "a lighthouse", steps=3), expected)
     assert [graphs.captured for graphs in report.graphs] == [0, 0]
     pipe.remove_all_hooks()
     kw.restore(pipe)

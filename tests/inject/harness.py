@@ -16,6 +16,19 @@ def run(model, inputs):
     return model(**inputs)
 
 
+def frames(pipe, prompt="a lighthouse", steps=2, output_type="pt"):
+    """What a tiny LTX-Video pipeline makes of a prompt, from the same noise each time."""
+    return pipe(
+        prompt=prompt,
+        num_frames=9,
+        height=64,
+        width=64,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(0),
+        output_type=output_type,
+    ).frames
+
+
 def tensors(result):
     return [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
 

@@ -12,6 +12,7 @@ from kernelwright.inject import slots
 from kernelwright.inject.graphs import capturing
 from kernelwright.inject.targets import Part
 
+from .harness import frames
 from .stand_in import Again, CpuGraphs, alignment_of_new_memory  # noqa: F401
 
 PROMPTS = ("a boat on a lake", "a lighthouse", "snow")
@@ -38,17 +39,8 @@ def restored(pipe):
     kw.restore(pipe)
 
 
-@torch.no_grad()
 def latents(pipe, prompt):
-    return pipe(
-        prompt,
-        num_frames=9,
-        height=64,
-        width=64,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    ).frames
+    return frames(pipe, prompt, output_type="latent")
 
 
 def by_name(report):

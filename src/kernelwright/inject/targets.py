@@ -26,9 +26,9 @@ class Part:
     def encodes(self) -> bool:
         """Whether it is a model of transformers, such as the encoder of the prompt.
 
-        These are worth a graph although they run only once or twice a picture: T5-XXL takes 56 to
-        80 ms for two prompts, of which an H200 is busy for 6. Its capture costs about three such
-        calls, once: little beside the comparisons of a first picture, and saved again by the third.
+        These are worth a graph although they run only once or twice a picture: T5-XXL takes 37 ms
+        for a prompt, of which an H200 is busy for 7. Its capture costs about three such calls,
+        once: little beside the comparisons of a first picture, and saved again by the third.
         A VAE is not: its kernels are long, and a graph would hold on to all its activations.
         """
         return type(self.model).__module__.partition(".")[0] == "transformers"

@@ -42,7 +42,7 @@ def define(
 
 def register(op: Op) -> Callable[..., Any]:
     """Define the functional op with its fake kernel and its gradient."""
-    arguments, returns = _split(op.schema)
+    arguments, _ = _split(op.schema)
 
     def run(*values: Any) -> Any:
         *args, exact, backend = values
@@ -54,8 +54,8 @@ def register(op: Op) -> Callable[..., Any]:
         outs = op.allocate(*args)
         return outs[0] if len(outs) == 1 else outs
 
-    schema = f"({', '.join((*arguments, _HOW))}) -> {returns}"
-    defined = define(op.name, schema, _with_defaults(op, run), _with_defaults(op, fake))
+    run, fake = _with_defaults(op, run), _with_defaults(op, fake)
+    defined = define(op.name, _with_how(op), run, fake)
     recompute_gradient(op.name, arguments, op.reference, hidden=2)
     return defined
 
@@ -63,14 +63,13 @@ def register(op: Op) -> Callable[..., Any]:
 def register_unrecorded(op: Op) -> Callable[..., Any]:
     """Define `<name>_unrecorded` for graphs of torch.compile in which no gradient is recorded: the
     way through a gradient in Python takes as long as the rest of a call."""
-    arguments, returns = _split(op.schema)
 
     def run(*values: Any) -> Any:
         *args, exact, backend = values
         return op.run(*args, None, exact or None, backend or None, False)
 
-    schema = f"({', '.join((*arguments, _HOW))}) -> {returns}"
-    return define(f"{op.name}_unrecorded", schema, _with_defaults(op, run), op.library_op)
+    name = f"{op.name}_unrecorded"
+    return define(name, _with_how(op), _with_defaults(op, run), op.library_op)
 
 
 def register_inplace(op: Op) -> Callable[..., Any]:
@@ -161,6 +160,11 @@ def _own(grad: Tensor | None, source: Tensor, taken: set[int]) -> Tensor:
 def _split(schema: str) -> tuple[list[str], str]:
     arguments, returns = schema.rsplit("->", 1)
     return arguments.strip()[1:-1].split(", "), returns.strip()
+
+
+def _with_how(op: Op) -> str:
+    arguments, returns = _split(op.schema)
+    return f"({', '.join((*arguments, _HOW))}) -> {returns}"
 
 
 def _name(argument: str) -> str:
