@@ -7,6 +7,9 @@ forward, and with `verify=True` every module at every new shape.
 If a forward differs in `exact`, its fused sites are tried one by one, and those that differ stay
 eager; if that does not mend it, or in another tier, the whole module does. Either gives a warning
 and a line in the report.
+
+A comparison may need more memory than there is. `exact` then leaves the module eager; the other
+tiers go on without it. Either gives a warning and a line in the report, too.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from .signature import has_state, signature, written
 Forward = Callable[..., Any]
 NOTHING: dict[str, str] = {}
 DIFFERS = "differs from eager's"
+NO_MEMORY = "there was no memory for a second run beside it"
 # a service that sees ever new shapes starts over rather than grow
 SIGNATURES, FINDINGS = 1024, 16384
 
@@ -96,10 +100,16 @@ def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any]) -> Any:
     if not current.comparing:
         return result
     with set_now(comparing=False, notes=None):
-        expected = eager()
-    if equal(result, expected):
-        return result
-    current.off[name] = DIFFERS
+        try:
+            expected = eager()
+            if equal(result, expected):
+                return result
+            why = DIFFERS
+        except torch.OutOfMemoryError:
+            result, expected, why = None, None, NO_MEMORY
+        if expected is None:
+            expected = eager()
+    current.off[name] = why
     return expected
 
 
@@ -120,7 +130,8 @@ class Finding:
     equal: bool | None = None  # None: not compared bit for bit
     error: float | None = None
     eager_error: float | None = None
-    problem: str | None = None
+    problem: str | None = None  # why it stays eager
+    unchecked: str | None = None  # why it does not, although it was not compared
 
 
 @dataclass
@@ -195,33 +206,63 @@ class Checker:
         facts: dict[str, Any] = {}
         good, problem = True, None
         if twice:
-            random.rewind()
-            with torch.no_grad():
-                expected = self._eager(module, eager, args, kwargs)
-            if exact:
-                good = facts["equal"] = equal(result, expected)
-            else:
-                facts = contract.errors(module, eager, args, kwargs, result, expected, eagerly)
-                good = contract.holds(contract.rows(expected), **facts)
-        if not good and exact:
-            good, result = self._mend(module, fused, args, kwargs, expected, random)
-            if good and ahead and DIFFERS not in self._sites_left_out(module).values():
-                # it is right by itself: the module before it worked ahead wrongly
-                handoff.refuse(module)
-                problem = f"what the module before it laid ready {DIFFERS}"
+            try:
+                good, result = self._compare(
+                    module, fused, eager, args, kwargs, result, random, facts
+                )
+            except torch.OutOfMemoryError:
+                if exact:
+                    good, problem = False, NO_MEMORY
+                else:
+                    facts["unchecked"] = NO_MEMORY
+        mended = good and facts.get("equal") is False
+        if mended and ahead and DIFFERS not in self._sites_left_out(module).values():
+            # it is right by itself: the module before it worked ahead wrongly
+            handoff.refuse(module)
+            problem = f"what the module before it laid ready {DIFFERS}"
         if not good:
             handoff.forget()
             handoff.refuse(module)
-            problem = f"its forward {DIFFERS}" if exact else "its error is too large"
+            problem = problem or (f"its forward {DIFFERS}" if exact else "its error is too large")
+            result = None  # its memory may be needed now
             random.rewind()
             result = self._eager(module, eager, args, kwargs)
         elif wanted:
             self._proven.add(type(module))
         if apart and good:
+            result = None
             random.rewind()
             result = self._inside(module, fused, args, kwargs)
         self._record(module, args, kwargs, notes, facts, problem)
         return good, result
+
+    def _compare(
+        self,
+        module: nn.Module,
+        fused: Forward,
+        eager: Forward,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        random: Random,
+        facts: dict[str, Any],
+    ) -> tuple[bool, Any]:
+        """Whether `result` keeps the promise, mended if need be; what was found goes to `facts`."""
+        random.rewind()
+        with torch.no_grad():
+            expected = self._eager(module, eager, args, kwargs)
+        if self.numerics == "exact":
+            same = facts["equal"] = equal(result, expected)
+            if same:
+                return True, result
+            return self._mend(module, fused, args, kwargs, expected, random)
+        try:
+            found = contract.errors(module, eager, args, kwargs, result, expected, eagerly)
+        except contract.Unchecked as no:
+            facts["unchecked"] = str(no)
+            return True, result
+        facts.update(found)
+        return contract.holds(contract.rows(expected), **found), result
 
     def _mend(
         self, module: nn.Module, fused: Forward, args: Any, kwargs: Any, expected: Any, random: Any
@@ -259,6 +300,9 @@ class Checker:
         self.findings.append(Finding(name, kind, inputs, dict(notes), problem=problem, **facts))
         if problem:
             warnings.warn(f"{name} at {inputs}: {problem}; that stays eager", stacklevel=6)
+        elif unchecked := facts.get("unchecked"):
+            text = f"{name} at {inputs} was not compared with eager: {unchecked}"
+            warnings.warn(text, stacklevel=6)
 
 
 def _has_hooks(module: nn.Module) -> bool:

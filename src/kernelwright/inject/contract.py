@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +11,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .slots import hooked
+from .truth import Truth, widened
+
+__all__ = ["Unchecked", "error", "errors", "holds", "rows", "widened"]
 
 MARGIN = 1.05  # how much above eager's an error may lie
 # a float32 model has no wider run to be held against: parts of it compute in float32 anyway
 FLOAT32_ERROR = 1e-5
 PIECE = 2**23
+SAMPLES = 2**21  # samples with so many elements are run together: what fewer need is little
+NO_MEMORY = "there was no memory for a float32 run"
+Squares = tuple[float, float]
+
+
+class Unchecked(Exception):
+    """Why a module was not held against a float32 run."""
 
 
 def errors(
@@ -28,23 +38,86 @@ def errors(
     eagerly: Callable[[], Any],
 ) -> dict[str, float]:
     """The errors of `result` and of eager's `expected` against a float32 run of the same weights;
-    none of them if the weights are not here to be widened."""
+    none of them if the weights are not here to be widened. Raises Unchecked if that run fails."""
     if not _here(module):
         return {}
     device = next((t.device.type for t in _tensors(expected)), "cpu")
-
-    def both() -> dict[str, float]:
-        wide = widened((args, kwargs))
-        twin = copy.deepcopy(module).float()
-        truth = eager(twin, *wide[0], **wide[1])
-        return {"error": error(result, truth), "eager_error": error(expected, truth)}
-
-    with torch.no_grad(), eagerly(), torch.autocast(device, enabled=False):
-        found = both()
+    found: dict[str, float] = {}
+    why = None
+    try:
+        with torch.no_grad(), eagerly():
+            found = _measured(Truth(module, eager, device), args, kwargs, result, expected)
+    except torch.OutOfMemoryError:
+        why = NO_MEMORY
+    except Exception as no:
+        why = f"it does not run in float32 ({type(no).__name__}: {str(no).partition(chr(10))[0]})"
     if device == "cuda":
         # the float32 run was larger than any that comes after it: leave nothing of it in reserve
         torch.cuda.empty_cache()
+    if why is not None:  # not where it was caught: that would keep the tensors of the failed run
+        raise Unchecked(why)
     return found
+
+
+def _measured(truth: Truth, args: Any, kwargs: Any, result: Any, expected: Any) -> dict[str, float]:
+    try:
+        sums = _by_samples(truth, args, kwargs, result, expected)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # it cannot be given fewer samples than it was
+        sums = None
+    if sums is None:
+        true = truth(args, kwargs)
+        sums = _squares(result, true), _squares(expected, true)
+    return {"error": _root(*sums[0]), "eager_error": _root(*sums[1])}
+
+
+def _by_samples(
+    truth: Truth, args: Any, kwargs: Any, result: Any, expected: Any
+) -> tuple[Squares, Squares] | None:
+    """The squares of both errors, from float32 runs of few samples at a time: a batch of them needs
+    twice the memory of eager's. None if they are few, or if the module mixes samples.
+
+    Whether it does is asked of eager: if each sample comes out alike alone and among the others,
+    then both have the same error against a float32 run of that sample alone."""
+    batch, elements = _batch(expected)
+    together = -(-SAMPLES * batch // max(1, elements))
+    if together >= batch:
+        return None
+    sums = torch.zeros(3, 2, dtype=torch.float64)
+    for first in range(0, batch, together):
+        some = partial(_samples, range(batch)[first : first + together], batch)
+        sums += torch.tensor(_of_some(truth, *map(some, (args, kwargs, result, expected))))
+    ours, eagers, alone = sums.tolist()
+    if not holds(rows(expected), _root(*eagers), _root(*alone)):
+        return None
+    return ours, eagers
+
+
+def _of_some(truth: Truth, args: Any, kwargs: Any, result: Any, expected: Any) -> list[Squares]:
+    """The squares of the errors of both, and of eager when it is given these samples alone."""
+    true = truth(args, kwargs)
+    if [t.shape for t in _tensors(true)] != [t.shape for t in _tensors(expected)]:
+        raise ValueError("samples alone come out in another shape")
+    alone = truth.eager(truth.module, *args, **kwargs)
+    return [_squares(y, true) for y in (result, expected, alone)]
+
+
+def _batch(result: Any) -> tuple[int, int]:
+    """How many samples a result has, 1 if that cannot be told, and how many elements."""
+    tensors = _tensors(result)
+    sizes = {t.shape[0] if t.ndim else 1 for t in tensors}
+    return sizes.pop() if len(sizes) == 1 else 1, sum(t.numel() for t in tensors)
+
+
+def _samples(some: range, batch: int, tree: Any) -> Any:
+    """Some samples of everything in a tree that has one row for each sample of the batch."""
+
+    def cut(value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
+        return value[some.start : some.stop] if whole else value
+
+    return pytree.tree_map(cut, tree)
 
 
 def holds(rows: int, error: float | None = None, eager_error: float | None = None) -> bool:
@@ -61,6 +134,11 @@ def rows(result: Any) -> int:
 
 def error(result: Any, truth: Any) -> float:
     """‖result − truth‖ / ‖truth‖ over all tensors of a result."""
+    return _root(*_squares(result, truth))
+
+
+def _squares(result: Any, truth: Any) -> Squares:
+    """‖result − truth‖² and ‖truth‖²"""
     off = size = 0.0
     for y, t in zip(_tensors(result), _tensors(truth), strict=True):
         squares = [
@@ -69,6 +147,10 @@ def error(result: Any, truth: Any) -> float:
         ]
         more = torch.stack(squares).sum(0).tolist() if squares else (0.0, 0.0)
         off, size = off + more[0], size + more[1]
+    return off, size
+
+
+def _root(off: float, size: float) -> float:
     return (off / size) ** 0.5 if size else off**0.5
 
 
@@ -81,13 +163,6 @@ def _pieces(t: Tensor) -> tuple[Tensor, ...]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def widened(tree: Any) -> Any:
-    """The same inputs with every floating tensor in float32."""
-    return pytree.tree_map(
-        lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, tree
-    )
 
 
 def _here(module: nn.Module) -> bool:

@@ -63,6 +63,11 @@ class Report:
         return [f for f in self.findings if f.problem]
 
     @property
+    def unchecked(self) -> list[Finding]:
+        """What is fused although it was not compared with eager."""
+        return [f for f in self.findings if f.unchecked]
+
+    @property
     def sites(self) -> dict[str, dict[str, int]]:
         """Fused places by name, and what became of them: {"QK-norm + RoPE": {"fused": 56}}."""
         counts: dict[str, Counter[str]] = {}
@@ -100,6 +105,9 @@ class Report:
             "problems": [
                 {"module": f.module, "inputs": f.inputs, "problem": f.problem}
                 for f in self.problems
+            ],
+            "unchecked": [
+                {"module": f.module, "inputs": f.inputs, "why": f.unchecked} for f in self.unchecked
             ],
             "compared": len(self.findings),
             "graphs": [g.describe() for g in self.graphs],

@@ -32,6 +32,9 @@ def render(report: Report) -> Iterator[Any]:
     yield report.summary
     for finding in report.problems:
         yield f"! {finding.module} at {finding.inputs}: {finding.problem}; that stays eager"
+    for finding in report.unchecked:
+        where = f"{finding.module} at {finding.inputs}"
+        yield f"! {where}: not compared with eager: {finding.unchecked}"
     for graphs in report.graphs:
         yield graphs.describe()
 

@@ -1,0 +1,127 @@
+"""On a GPU that is nearly full, a comparison with eager is no reason for a forward to fail."""
+
+import warnings
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from inject.harness import run
+from torch import nn
+
+import kernelwright as kw
+from kernelwright import models
+from kernelwright.inject import check, contract
+from kernelwright.inject.check import Checker, set_now, site
+
+
+class Full(nn.Module):
+    """A module on a GPU without room: the first `fails` runs of its own forward in `dtype` fail."""
+
+    def __init__(self, dtype, fails, kind=torch.OutOfMemoryError):
+        super().__init__()
+        self.dtype, self.left, self.kind = dtype, [fails], kind
+        self.half_made = []
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def forward(self, x):
+        y = x + 1
+        if x.dtype == self.dtype and self.left[0]:
+            self.left[0] -= 1
+            self.half_made.append(weakref.ref(y))
+            raise self.kind("no room\nat all")
+        return y
+
+
+def data():
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def fused(module, x):
+    return x + 1 + 2**-6
+
+
+def checked(module, numerics):
+    """The result of a checked forward, its warnings and its finding."""
+    checker = Checker(numerics, verify=False)
+    x = data()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = checker.run(module, fused, Full.forward, (x,), {})
+    return x, result, [str(w.message) for w in said], checker
+
+
+@pytest.mark.parametrize("numerics", ["fused", "fp8"])
+def test_without_memory_for_a_float32_run_the_model_runs_on(numerics):
+    module = Full(torch.float32, 1)
+    x, result, said, checker = checked(module, numerics)
+    assert torch.equal(result, fused(module, x))
+    assert said == [
+        "a Full at [4, 64] bfloat16 was not compared with eager: "
+        "there was no memory for a float32 run"
+    ]
+    (finding,) = checker.findings
+    assert finding.unchecked == contract.NO_MEMORY
+    assert finding.problem is finding.error is None
+    assert [made() for made in module.half_made] == [None]
+    # one of each class is tried, not all of them in turn
+    other = Full(torch.float32, 1)
+    checker.run(other, fused, Full.forward, (x,), {})
+    assert other.left == [1]
+
+
+def test_what_does_not_run_in_float32_runs_on_and_says_so():
+    module = Full(torch.float32, 9, RuntimeError)
+    _, _, said, checker = checked(module, "fused")
+    assert said[0].endswith("it does not run in float32 (RuntimeError: no room)")
+    assert checker.findings[0].unchecked
+
+
+def test_without_memory_for_both_forwards_exact_stays_eager():
+    module = Full(torch.bfloat16, 1)
+    x, result, said, checker = checked(module, "exact")
+    assert torch.equal(result, x + 1)
+    assert said == [f"a Full at [4, 64] bfloat16: {check.NO_MEMORY}; that stays eager"]
+    assert checker.findings[0].problem == check.NO_MEMORY
+    assert torch.equal(checker.run(module, fused, Full.forward, (x,), {}), x + 1)
+    assert [made() for made in module.half_made] == [None]
+
+
+def test_without_memory_for_both_forwards_fused_goes_unchecked():
+    module = Full(torch.bfloat16, 1)
+    x, result, said, checker = checked(module, "fused")
+    assert torch.equal(result, fused(module, x))
+    assert said == [f"a Full at [4, 64] bfloat16 was not compared with eager: {check.NO_MEMORY}"]
+    assert checker.findings[0].unchecked == check.NO_MEMORY
+
+
+def test_a_model_that_needs_too_much_by_itself_says_that():
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        checked(Full(torch.bfloat16, 9), "exact")
+
+
+def test_a_site_that_cannot_be_compared_for_lack_of_memory_stays_eager():
+    module, x, off = Full(torch.bfloat16, 1), data(), {}
+    with set_now(notes=Counter(), comparing=True, off=off):
+        result = site("sum", lambda: Full.forward(module, x), lambda: fused(module, x))
+    assert torch.equal(result, x + 1)
+    assert off == {"sum": check.NO_MEMORY}
+
+
+def test_the_report_names_what_was_not_compared(monkeypatch):
+    how = {"tiny": True, "dtype": torch.bfloat16}
+    model, inputs = models.build("llama-3-8b", **how), models.inputs("llama-3-8b", **how)
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(contract.Truth, "__call__", full)
+    with (
+        kw.injected(model, numerics="fused") as report,
+        pytest.warns(UserWarning, match="not compared with eager"),
+    ):
+        run(model, inputs)
+    assert f"not compared with eager: {contract.NO_MEMORY}" in " ".join(str(report).split())
+    assert {entry["why"] for entry in report.to_dict()["unchecked"]} == {contract.NO_MEMORY}
