@@ -50,9 +50,9 @@ def make(language: str, out: Path) -> Created:
 def _cuda(folder: Path) -> None:
     header, launch = folder / "cuda.cuh", folder / "cuda.py"
     text = header.read_text()
-    loop = text[text.index("    const float z") : text.index("  }\n  y.store")]
+    loop = text[text.index("    const float z") : text.index("  });\n  y.store")]
     computed = "    const float u = Round::mul(x.get(i), inverse);\n"
-    computed += "    y.set(i, Round::mul(Round::keep(tanhf(u)), args.beta));\n"
+    computed += "    return Round::mul(Round::keep(tanhf(u)), args.beta);\n"
     change(header, loop, computed)
     change(
         header, "  Vec<X, V> x, y;", "  const float inverse = 1.f / args.beta;\n  Vec<X, V> x, y;"

@@ -83,13 +83,13 @@ def test_a_wrong_chain_example_or_error_is_not_good(tmp_path):
 @pytest.mark.parametrize(
     ("name", "old", "new", "says"),
     [
-        ("check_error", "y.set(i, ", "y.put(i, ", '"put"'),
+        ("check_error", "y.fill(", "y.put(", '"put"'),
         # an array that is indexed by what only the GPU knows lies on the stack
         (
             "check_spill",
-            "    y.set(i, ",
+            "    return Round::mul(",
             "    float kept[64];\n    for (int j = 0; j < 64; j++) kept[j] = j * args.beta;\n"
-            "    y.set(i, kept[__float_as_int(x.get(i)) & 63] + ",
+            "    return kept[__float_as_int(x.get(i)) & 63] + Round::mul(",
             "stack 256",
         ),
     ],

@@ -131,7 +131,6 @@ QUANTIZE = Op(
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width), "up": None},
     outputs=("out", "scale"),
-    prefer=("triton",),
-    backends=("torch", "triton"),
+    prefer=("cuda", "triton"),
     internal=True,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checks
 from ..op import Op
 from ..residual.reference import gated_residual, gated_residual_norm
-from ..row import RowKernel
+from ..row import RowKernel, by_width
 from ..row.reference import affine, modulated, normalize, widen
 from . import reference
 from .reference import DTYPE
@@ -111,8 +111,7 @@ NORM_QUANTIZE = Op(
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width)},
     outputs=("out", "eight", "eight_scale"),
-    prefer=("triton",),
-    backends=("torch", "triton"),
+    prefer=lambda x, *_: by_width(x),
     internal=True,
 )
 
@@ -133,8 +132,7 @@ RESIDUAL_NORM_QUANTIZE = Op(
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width)},
     outputs=("out", "total", "eight", "eight_scale"),
-    prefer=("triton",),
-    backends=("torch", "triton"),
+    prefer=lambda residual, *_: by_width(residual),
     internal=True,
 )
 
@@ -152,7 +150,6 @@ RESIDUAL_QUANTIZE = Op(
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width)},
     outputs=("out", "eight", "eight_scale"),
-    prefer=("triton",),
-    backends=("torch", "triton"),
+    prefer=lambda residual, *_: by_width(residual),
     internal=True,
 )

@@ -51,4 +51,6 @@ GELU = Op(
     kernels=FolderKernels(__name__),
     cases=cases.GELU,
     sized=cases.sized,
+    # on H200 43.8 against 45.7 us at 5376x8192; the erf form 121 against 76 at 4096x18176
+    prefer=lambda input, approximate: ("triton", "cuda") if approximate else ("cuda", "triton"),
 )

@@ -22,8 +22,7 @@ __device__ __forceinline__ void gelu(const GeluArgs& args) {
   const RowIndex<DIMS> at(row, args.rows);
   Vec<X, V> v;
   v.load((const X*)args.x + at.offset(args.at_x) + c);
-#pragma unroll
-  for (int i = 0; i < V; i++) v.set(i, Act::of(v.get(i)));
+  v.fill([&](int i) { return Act::of(v.get(i)); });
   v.store((X*)args.y + at.offset(args.at_y) + c);
 }
 
@@ -46,10 +45,8 @@ template <class Act> struct Halves {
     const float half_f = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(entry) + bytes);
     return x * (0.5f + copysignf(half_f, x));
   }
-  __device__ __forceinline__ unsigned of_pair(unsigned pair) const {
-    const __nv_bfloat162 y = __floats2bfloat162_rn(
-        of(__uint_as_float(pair << 16)), of(__uint_as_float(pair & 0xffff0000u)));
-    return reinterpret_cast<const unsigned&>(y);
+  __device__ __forceinline__ unsigned of_pair(unsigned two) const {
+    return pair<bfloat16>(of(__uint_as_float(two << 16)), of(__uint_as_float(two & 0xffff0000u)));
   }
 };
 

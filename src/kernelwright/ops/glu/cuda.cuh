@@ -57,8 +57,7 @@ __device__ __forceinline__ void glu(const GluArgs& args) {
   Vec<X, V> a, b, o;
   a.load((const X*)args.a + at.offset(args.at_a) + A + c);
   b.load((const X*)args.b + at.offset(args.at_b) + B + c);
-#pragma unroll
-  for (int i = 0; i < V; i++) o.set(i, Round::mul(Round::keep(Act::of(a.get(i))), b.get(i)));
+  o.fill([&](int i) { return Round::mul(Round::keep(Act::of(a.get(i))), b.get(i)); });
   o.store((X*)args.y + at.offset(args.at_y) + c);
 }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..row import RowKernel, faster
+from ..row import RowKernel, by_width
 from . import cases, reference
 
 __all__ = ["layernorm"]
@@ -57,5 +57,5 @@ LAYERNORM = Op(
     kernels=RowKernel(norm="layer", weight="weight", bias="bias"),
     cases=cases.LAYERNORM,
     sized=cases.sized,
-    prefer=lambda input, *_: faster(input, "layer"),
+    prefer=lambda input, *_: by_width(input),
 )

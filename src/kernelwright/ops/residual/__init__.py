@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..op import Op
-from ..row import RowKernel, faster, sooner
+from ..row import RowKernel, by_width
 from . import cases, reference
 
 __all__ = ["gated_residual", "gated_residual_norm"]
@@ -128,7 +128,7 @@ GATED_RESIDUAL = Op(
     kernels=RowKernel(norm="none", x="x", residual="residual", gate="gate", sum="out", y=""),
     cases=cases.GATED_RESIDUAL,
     sized=cases.sized,
-    prefer=lambda residual, *_: sooner(residual),
+    prefer=lambda residual, *_: by_width(residual),
 )
 
 GATED_RESIDUAL_NORM = Op(
@@ -154,5 +154,5 @@ GATED_RESIDUAL_NORM = Op(
     ),
     cases=cases.GATED_RESIDUAL_NORM,
     sized=cases.sized_norm,
-    prefer=lambda residual, *rest: faster(residual, rest[6]),
+    prefer=lambda residual, *_: by_width(residual),
 )

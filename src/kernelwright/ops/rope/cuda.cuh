@@ -126,21 +126,19 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
         const Operands with = operands(k);
         Vec<X, V, A> o;
         if constexpr (LAYOUT == UNROTATED) {
-#pragma unroll
-          for (int i = 0; i < V; i++) o.set(i, normed(k, i, with));
+          o.fill([&](int i) { return normed(k, i, with); });
         } else if constexpr (LAYOUT == INTERLEAVED) {
 #pragma unroll
           for (int i = 0; i < V; i += 2) {
             const int ci = Operands::column(i), cj = Operands::column(i + 1);
             const float l = normed(k, i, with), r = normed(k, i + 1, with);
-            o.set(i, Turn::add(Turn::mul(l, with.cos.get(ci)), Turn::mul(-r, with.sin.get(ci))));
-            o.set(i + 1, Turn::add(Turn::mul(r, with.cos.get(cj)), Turn::mul(l, with.sin.get(cj))));
+            o.set(i, Turn::add(Turn::mul(l, with.cos.get(ci)), Turn::mul(-r, with.sin.get(ci))),
+                  Turn::add(Turn::mul(r, with.cos.get(cj)), Turn::mul(l, with.sin.get(cj))));
           }
         } else {
           const bool front = c % D < D / 2;
           const int partner = front ? c + D / 2 : c - D / 2;
-#pragma unroll
-          for (int i = 0; i < V; i++) {
+          o.fill([&](int i) {
             float own, other;
             if constexpr (SHUFFLED) {
               own = normed(k, i, with);
@@ -149,8 +147,8 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
               own = exchange[group][c + i];
               other = exchange[group][partner + i];
             }
-            o.set(i, Turn::add(Turn::mul(own, with.cos.get(i)), Turn::mul(front ? -other : other, with.sin.get(i))));
-          }
+            return Turn::add(Turn::mul(own, with.cos.get(i)), Turn::mul(front ? -other : other, with.sin.get(i)));
+          });
         }
         if (live) o.store(y + e * at_y.inner + c);
       }

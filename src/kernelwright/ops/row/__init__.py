@@ -125,19 +125,11 @@ class RowCall:
         return found.pop() if found else self.x.dtype
 
 
-def faster(x: Tensor, norm: str) -> tuple[str, ...]:
-    """Backends for rows like x, the faster first, as measured on H200 for gated_residual_norm:
-    layer norms of widths that 128 threads share evenly, but for powers of two, are CUDA's (29.7
-    against 31.5 us at 4608x3072), the others Triton's (28.6 against 34.3 us at 2x4096x1536, 23.9
-    against 28.5 us at 2x2688x2048)."""
-    width = x.shape[-1]
-    shared = width % 1024 == 0 and width & (width - 1)
-    return ("cuda", "triton") if norm == "layer" and shared else ("triton", "cuda")
-
-
-def sooner(x: Tensor) -> tuple[str, ...]:
-    """Backends for rms norms and sums like x. On H200 both are level, to 2% at widths of 2048 and
-    3072; there CUDA goes first, for a kernel that is new compiles in a tenth of the time."""
+def by_width(x: Tensor) -> tuple[str, ...]:
+    """Backends for rows like x. On H200 CUDA is level with Triton at widths of 2048 and 4096, and
+    faster at 1536 and 3072 (gated_residual_norm: 26.4 against 28.7 us at 2x4096x1536, 29.5 against
+    31.6 at 4608x3072), and a kernel that is new compiles in a tenth of the time. Triton has heads
+    of 128 (15.5 against 16.2 us at 4608x24x128)."""
     return ("cuda", "triton") if 1024 <= x.shape[-1] <= 4096 else ("triton", "cuda")
 
 

@@ -7,17 +7,19 @@
 // Parts that are absent are compiled out. fp32 inside; `Round` says where to round, `Norm` in which
 // order to sum.
 #pragma once
+#include "ops/row/eight.cuh"
 #include "ops/row/norms.cuh"
 
 namespace kernelwright {
 
 enum Parts : unsigned {
-  RESIDUAL = 1, GATE = 2, WEIGHT = 4, BIAS = 8, SCALE = 16, SHIFT = 32, OUT_GATE = 64, NORMED = 128
+  RESIDUAL = 1, GATE = 2, WEIGHT = 4, BIAS = 8, SCALE = 16, SHIFT = 32, OUT_GATE = 64, NORMED = 128,
+  EIGHT = 256  // the result once more in eight bits, unless `eight` is null
 };
 
 struct RowArgs {
   const void *x, *residual, *gate, *weight, *bias, *scale, *shift, *out_gate;
-  void *y, *sum;
+  void *y, *sum, *eight, *eight_scale;
   Place at_x, at_residual, at_gate, at_scale, at_shift, at_out_gate, at_y, at_sum;
   Rows rows;
   float eps, factor;
@@ -50,6 +52,9 @@ __device__ __forceinline__ void row(const RowArgs& a) {
   constexpr bool EARLY = HELD && (PARTS & NORMED) && K * Operands::BYTES <= 192;
   constexpr bool ADDED_EARLY = HELD && K * V * (sizeof(X) + sizeof(M)) <= 192;
   __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
+
+  static_assert(HELD || !(PARTS & EIGHT));
+  __shared__ float largest_of_warp[divide_up(BLOCK, 32)];
 
   const i64 number = (i64)blockIdx.x * (BLOCK / S::THREADS) + threadIdx.x / S::THREADS;
   const bool live = number < a.rows.count;
@@ -90,17 +95,41 @@ __device__ __forceinline__ void row(const RowArgs& a) {
         Vec<X, V> v;
         if constexpr (HELD) v = held[k]; else v.load(x + S::vector(k) * V);
         const Added with = ADDED_EARLY ? added[ADDED_EARLY ? k : 0] : fetch(k);
-#pragma unroll
-        for (int i = 0; i < V; i++) {
+        v.fill([&](int i) {
           float t = v.get(i);
           if constexpr (PARTS & GATE) t = Round::template product<X, M>(with.gate.get(i), t);
-          v.set(i, Round::add(with.residual.get(i), t));
+          return Round::add(with.residual.get(i), t);
+        });
+        if constexpr (HELD) {
+          if (live) v.store_whole(sum + S::vector(k) * V);
+          held[k] = v;
+        } else if (live) {
+          v.store(sum + S::vector(k) * V);  // and read again below
         }
-        if (live) v.store(sum + S::vector(k) * V);
-        if constexpr (HELD) held[k] = v;
       }
   }
-  if constexpr (!(PARTS & NORMED)) return;
+  // asked while it runs: the same code whether wanted or not, so the rows have the same bits
+  auto in_eight_bits = [&] {
+    if (!a.eight) return;
+    float largest = 0.f;
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < V; i++) largest = fmaxf(largest, fabsf(held[k].get(i)));
+    const EightScale scale(row_largest<S::THREADS>(largest, largest_of_warp));
+    if (!live) return;
+    unsigned char* eight = (unsigned char*)a.eight + number * S::N;
+#pragma unroll
+    for (int k = 0; k < K; k++)
+      if (S::inside(k))
+        store_eight<V>(eight + S::vector(k) * V, [&](int i) { return held[k].get(i) * scale.in; });
+    if (S::thread() == 0) ((float*)a.eight_scale)[number] = scale.out;
+  };
+  if constexpr (!(PARTS & NORMED)) {
+    if constexpr (PARTS & EIGHT) in_eight_bits();
+    return;
+  }
 
   auto element = [&](int k) {
     if constexpr (HELD) return held[k];
@@ -110,7 +139,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
   };
   Norm norm;
   norm.template measure<S>([&](int k, int i) { return element(k).get(i); }, a.eps, a.factor, shared);
-  if (!live) return;
+  if (!live && !(PARTS & EIGHT)) return;
 #pragma unroll
   for (int k = 0; k < K; k++)
     if (S::inside(k)) {
@@ -119,17 +148,18 @@ __device__ __forceinline__ void row(const RowArgs& a) {
       Vec<X, V> o;
       Operands with;
       if constexpr (EARLY) with = early[k]; else with.load(a, at, c);
-#pragma unroll
-      for (int i = 0; i < V; i++) {
+      o.fill([&](int i) {
         float f = norm.template apply<Round>(v.get(i), PARTS & WEIGHT, PARTS & WEIGHT ? with.weight.get(i) : 1.f,
                                              PARTS & BIAS, PARTS & BIAS ? with.bias.get(i) : 0.f);
         if constexpr (PARTS & SCALE) f = Round::mul(f, Round::template one_plus<M>(with.scale.get(i)));
         if constexpr (PARTS & SHIFT) f = Round::add(f, with.shift.get(i));
         if constexpr (PARTS & OUT_GATE) f = Round::mul(f, with.out_gate.get(i));
-        o.set(i, f);
-      }
-      o.store((X*)a.y + at.offset(a.at_y) + c);
+        return f;
+      });
+      if (live) o.store_whole((X*)a.y + at.offset(a.at_y) + c);
+      if constexpr (PARTS & EIGHT) held[k] = o;
     }
+  if constexpr (PARTS & EIGHT) in_eight_bits();
 }
 
 }  // namespace kernelwright

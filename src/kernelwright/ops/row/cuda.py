@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ..op import Call
 
 BITS = {"residual": 1, "gate": 2, "weight": 4, "bias": 8, "scale": 16, "shift": 32, "out_gate": 64}
-NORMED = 128
+NORMED, EIGHT = 128, 256
+HELD = 512  # bytes of a row that a thread holds
 MODULATION = ("gate", "scale", "shift", "out_gate")
 
 
@@ -37,8 +38,13 @@ def plan(row: RowCall, call: Call) -> CudaLaunch:
         )
     threads = order.threads or free_threads(width, vector, row.norm != "none")
     block = max(128, threads)
+    if row.eight[0]:
+        if call.target.capability < (8, 9):
+            raise Unsupported("eight-bit floats need compute capability 8.9")
+        if -(-width // (vector * threads)) * vector * dtype.itemsize > HELD:
+            raise Unsupported(f"rows of {width} elements do not fit its registers")
     parts = sum(bit for part, bit in BITS.items() if row.has(part))
-    parts |= NORMED if row.has("y") else 0
+    parts |= (NORMED if row.has("y") else 0) | (EIGHT if row.eight[0] else 0)
     names = ", ".join(TYPES[t] for t in types)
     return CudaLaunch(
         source="ops/row/cuda.cuh",
@@ -48,7 +54,7 @@ def plan(row: RowCall, call: Call) -> CudaLaunch:
         arguments="kernelwright::RowArgs",
         grid=-(-rows.count // (block // threads)),
         block=block,
-        pointers=row.pointers,
+        pointers=(*row.pointers, *row.eight),
         layout="24q3I2f",
         scalars=(*places, rows.count, sizes[1], sizes[2], row.eps, order.factor),
         alignment=min(16, vector * dtype.itemsize),

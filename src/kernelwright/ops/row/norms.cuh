@@ -90,7 +90,9 @@ template <int WIDTH> struct MeanRms {
   float scale;
   template <class S, class Get> __device__ void measure(Get x, float eps, float factor, float* shared) {
     float total;
-    if constexpr (Paired<S>::VALUE) {
+    if constexpr (Paired<S>::VALUE && S::N == 64) {
+      total = head_of_64<S>(x);
+    } else if constexpr (Paired<S>::VALUE) {
       float part[2];
 #pragma unroll
       for (int q = 0; q < 2; q++) {
@@ -105,6 +107,29 @@ template <int WIDTH> struct MeanRms {
       for (int o = 16; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
     }
     scale = rsqrtf(__fadd_rn(__fmul_rn(total, factor), eps));
+  }
+
+  // At::mean's lane l of 32 has the elements l and l + 32; here thread t of 8 has those from 8t on.
+  // What meets first lies 4, 2 and 1 threads apart: of a thread's eight sums it keeps half each time
+  // and gives the other half away, so that thread t ends with that of the lanes t, t + 8, ...
+  template <class S, class Get> __device__ float head_of_64(Get x) {
+    static_assert(S::THREADS == 8 && WIDTH == 32);
+    float part[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) part[i] = __fmul_rn(x(0, i), x(0, i));
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+      const bool upper = threadIdx.x & half;
+#pragma unroll
+      for (int i = 0; i < half; i++) {
+        const float kept = upper ? part[i + half] : part[i], given = upper ? part[i] : part[i + half];
+        part[i] = kept + __shfl_xor_sync(~0u, given, half);
+      }
+    }
+    float total = part[0];
+#pragma unroll
+    for (int o = 4; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
+    return total;
   }
 
   // as many threads as at::mean has

@@ -1,0 +1,90 @@
+// act(x) * up in eight bits, behind `left`, which stays as it is; one scale for the whole row.
+#pragma once
+#include "ops/glu/cuda.cuh"
+#include "ops/row/eight.cuh"
+
+namespace kernelwright {
+
+struct EightArgs {
+  const void *x, *up, *left;
+  void *y, *scale;
+  Place at_x, at_up, at_left, at_y;
+  Rows rows;
+};
+
+struct Unchanged {
+  static __device__ __forceinline__ float of(float x) { return x; }
+};
+
+// The tanh of the special function unit is off by up to 2^-11, where eight bits keep 2^-4: half of
+// what the exponential and the division take.
+__device__ __forceinline__ float near_tanh(float x) {
+#if __CUDA_ARCH__ >= 750
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return tanhf(x);
+#endif
+}
+
+struct NearSilu {
+  static __device__ __forceinline__ float of(float x) {
+    const float half = 0.5f * x;
+    return half + half * near_tanh(half);
+  }
+};
+
+struct NearGeluTanh {
+  static __device__ __forceinline__ float of(float x) {
+    const float half = 0.5f * x;
+    return half + half * near_tanh(GeluTanh<true>::inner(x));
+  }
+};
+
+// N, LEFT: widths of x and of left. THREADS share a row and hold all of it in registers.
+template <class X, int N, int LEFT, int V, int THREADS, int BLOCK, int DIMS, bool GATED, class Act>
+__device__ __forceinline__ void eight(const EightArgs& a) {
+  using S = Spread<LEFT + N, V, THREADS>;
+  __shared__ float shared[divide_up(BLOCK, 32)];
+  const i64 number = (i64)blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
+  const bool live = number < a.rows.count;
+  const RowIndex<DIMS> at(live ? number : a.rows.count - 1, a.rows);
+  const X* x = (const X*)a.x + at.offset(a.at_x) - LEFT;
+  const X* up = (const X*)a.up + at.offset(a.at_up) - LEFT;
+  const X* left = (const X*)a.left + at.offset(a.at_left);
+
+  Vec<X, V> held[S::K], gate[GATED ? S::K : 1];
+#pragma unroll
+  for (int k = 0; k < S::K; k++)
+    if (S::inside(k)) {
+      const int c = S::vector(k) * V;
+      held[k].load((LEFT && c < LEFT ? left : x) + c);
+      if constexpr (GATED)
+        if (!LEFT || c >= LEFT) gate[k].load(up + c);
+    }
+  float value[S::K][V], largest = 0.f;
+#pragma unroll
+  for (int k = 0; k < S::K; k++)
+    if (S::inside(k)) {
+      const bool plain = LEFT && S::vector(k) * V < LEFT;
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const float v = held[k].get(i);
+        float f = Act::of(v);
+        if constexpr (GATED) f *= gate[k].get(i);
+        value[k][i] = plain ? v : f;
+        largest = fmaxf(largest, fabsf(value[k][i]));
+      }
+    }
+  const EightScale scale(row_largest<THREADS>(largest, shared));
+  if (!live) return;
+  unsigned char* y = (unsigned char*)a.y + at.offset(a.at_y);
+#pragma unroll
+  for (int k = 0; k < S::K; k++)
+    if (S::inside(k))
+      store_eight<V>(y + S::vector(k) * V, [&](int i) { return value[k][i] * scale.in; });
+  if (S::thread() == 0) ((float*)a.scale)[number] = scale.out;
+}
+
+}  // namespace kernelwright

@@ -1,0 +1,59 @@
+// Rows in eight bits (float8 e4m3), with one scale each: the largest element of a row becomes the
+// largest number there is.
+#pragma once
+#include "backends/common.cuh"
+
+namespace kernelwright {
+
+constexpr float EIGHT_LARGEST = 448.f;
+
+// The largest over the THREADS neighbouring threads of a row, in each of them. `shared` has a float
+// for each warp of the block.
+template <int THREADS> __device__ __forceinline__ float row_largest(float v, float* shared) {
+#pragma unroll
+  for (int o = smaller(THREADS, 32) / 2; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  if constexpr (THREADS > 32) {
+    constexpr int WARPS = THREADS / 32;
+    const int warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
+    if (threadIdx.x % 32 == 0) shared[warp] = v;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) v = fmaxf(v, shared[first + w]);
+  }
+  return v;
+}
+
+// What to multiply a row with, and what with to come back.
+struct EightScale {
+  float in, out;
+  __device__ __forceinline__ explicit EightScale(float largest) {
+    if (largest == 0.f) largest = EIGHT_LARGEST;
+    in = __fmul_rn(__frcp_rn(largest), EIGHT_LARGEST);
+    out = __fmul_rn(largest, 1.f / EIGHT_LARGEST);
+  }
+};
+
+__device__ __forceinline__ unsigned short eight_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  __trap();  // never launched: the plan asks for capability 8.9
+  return 0;
+#endif
+}
+
+// V neighbouring elements, by value(i), at a multiple of V bytes.
+template <int V, class Value> __device__ __forceinline__ void store_eight(unsigned char* p, Value value) {
+  if constexpr (V == 1) {
+    *p = (unsigned char)eight_pair(value(0), 0.f);
+  } else {
+    struct alignas(V) { unsigned short pair[V / 2]; } packed;
+#pragma unroll
+    for (int i = 0; i < V; i += 2) packed.pair[i / 2] = eight_pair(value(i), value(i + 1));
+    write_whole(reinterpret_cast<decltype(packed)*>(p), packed);
+  }
+}
+
+}  // namespace kernelwright
