@@ -15,7 +15,7 @@ from ...ops.glu import GEGLU, SILU_MUL
 from ...ops.linear import linear_gelu
 from ..check import current, declined, site
 from .places import CHANGES_DTYPE, Places, hooked_now, is_linear
-from .projections import may_go_around
+from .projections import in_turn, may_go_around, product
 from .side_by_side import GELU_BESIDE, gelu_beside
 
 
@@ -36,9 +36,7 @@ class FeedForwardPlaces(Places):
             y = first(x)
         else:
             y = self._linear_gelu(first.proj, first.gelu, first.approximate == "tanh", x)
-        for layer in others:
-            y = layer(y)
-        return y
+        return in_turn(others, y)
 
     def joined_linear(self, last: Any, left: Tensor, linear: Any, gelu: Any, x: Tensor) -> Tensor:
         """last([left, gelu(linear(x))]), without a pass that joins the rows."""
@@ -46,7 +44,7 @@ class FeedForwardPlaces(Places):
             return last(torch.cat([left, self.linear_gelu(linear, gelu, x)], dim=-1))
         if self._may_split(last, left, linear, x):
             return self._split_linear(last, left, linear, gelu, x)
-        y = linear(x)
+        y = product(linear, x)
         if self.eight_bits is not None and left.dtype == y.dtype:
             activation = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
             if (result := self.eight_bits(last, y, activation, left=left)) is not None:
@@ -66,7 +64,7 @@ class FeedForwardPlaces(Places):
         if why := _kept_apart(left, y):
             declined(name, why)
             return last(eager())
-        return last(site(name, eager, kernel))
+        return product(last, site(name, eager, kernel))
 
     def _may_split(self, last: Any, left: Tensor, linear: Any, x: Tensor) -> bool:
         """Whether the last product may be the sum of two, in 16 bits."""
@@ -112,7 +110,7 @@ class FeedForwardPlaces(Places):
                     lambda: linear_gelu(x, linear.weight, linear.bias, approximate=tanh),
                 )
             declined("linear + GELU", "an adapter or a hook is on its first Linear")
-        y = linear(x)
+        y = product(linear, x)
         if _recording(y):
             declined("GELU", "gradients are recorded")
             return gelu(y)
@@ -134,9 +132,7 @@ class FeedForwardPlaces(Places):
         if not hooked_now(first) and _pass_through(between):
             y = self.eight_bits(last, rows, "gelu_tanh" if first.approximate == "tanh" else "gelu")
         if y is None:
-            y = first.gelu(rows)
-            for layer in (*between, last):
-                y = layer(y)
+            y = in_turn((*between, last), first.gelu(rows))
         return y
 
     def swiglu_linear(self, linear: Any, activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
@@ -145,7 +141,7 @@ class FeedForwardPlaces(Places):
             y = self.eight_bits(linear, gate, "silu", up)
             if y is not None:
                 return y
-        return linear(self.swiglu(activation, gate, up))
+        return product(linear, self.swiglu(activation, gate, up))
 
     def swiglu(self, activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
         """SiLU(gate) * up; `activation` is the model's SiLU."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from ...ops.linear import algorithms
 from .. import packing, products
 from ..check import declined, site
 from ..slots import hooked
@@ -70,6 +71,20 @@ class ProjectionPlaces(Places):
         biases = [layer.bias for layer in layers if layer.bias is not None]
         y = products.JOINED(x, weights, biases, self.same_bits.number if self.exact else 0)
         return y.split_with_sizes([len(w) for w in weights], -1)
+
+
+def in_turn(layers: Iterable[Any], x: Tensor) -> Tensor:
+    """The layers one after the other."""
+    for layer in layers:
+        x = product(layer, x)
+    return x
+
+
+def product(layer: Any, x: Tensor) -> Tensor:
+    """layer(x); a plain Linear by the algorithm that is fastest among those that give its bits."""
+    if torch.compiler.is_compiling() or not may_go_around((layer,)):
+        return layer(x)
+    return algorithms.linear(x, layer.weight, layer.bias)
 
 
 def may_go_around(layers: Sequence[Any]) -> bool:

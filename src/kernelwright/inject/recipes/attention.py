@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fusions import QKV, Fusions
+from ..fusions.projections import in_turn
 from ..recipe import Forward, Patch, Recipe, full_name
 
 PROCESSOR = "AttnProcessor2_0"
@@ -78,8 +79,7 @@ def attend(
     if attn.norm_k is not None:
         key = attn.norm_k(key)
     rows = fuse.sdpa(query, key, value, mask=mask).flatten(2, 3).to(query.dtype)
-    for layer in attn.to_out:
-        rows = layer(rows)
+    rows = in_turn(attn.to_out, rows)
     if attn.residual_connection:
         rows = rows + hidden_states
     return rows if attn.rescale_output_factor == 1 else rows / attn.rescale_output_factor

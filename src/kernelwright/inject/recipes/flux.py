@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
+from ..fusions.projections import in_turn
 from ..fusions.side_by_side import joint
 from ..recipe import Forward, Patch, Recipe
 from ._joint import QUIET, Rotary, Stream, joint_qk
@@ -192,7 +193,7 @@ def attend(
         return rows
     words = encoder_hidden_states.shape[1]
     text, image = rows.split_with_sizes([words, rows.shape[1] - words], dim=1)
-    image = attn.to_out[1](attn.to_out[0](image.contiguous()))
+    image = in_turn(attn.to_out, image.contiguous())
     return image, attn.to_add_out(text.contiguous())
 
 

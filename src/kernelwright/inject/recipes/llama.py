@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .. import handoff, norms
 from ..code import fingerprint, runs_in_turn
 from ..fusions import GATE_UP, QKV, Fusions
+from ..fusions.projections import product
 from ..norms import Norm
 from ..recipe import Chain, Forward, Patch, Recipe
 
@@ -152,7 +153,7 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
             **window(self),
             **kwargs,
         )
-        return self.o_proj(rows.reshape(*tokens, -1).contiguous()), weights
+        return product(self.o_proj, rows.reshape(*tokens, -1).contiguous()), weights
 
     return forward
 

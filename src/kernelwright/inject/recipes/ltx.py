@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import handoff
 from ..fusions import QKV, Fusions
+from ..fusions.projections import in_turn
 from ..recipe import Forward, Patch, Recipe
 from ..tables import narrow
 
@@ -170,8 +171,7 @@ def attend(
     query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, value))
     rows = fuse.attention(query, key, value, attention_mask, processor)
     rows = rows.flatten(2, 3).to(query.dtype)
-    for layer in attn.to_out:
-        rows = layer(rows)
+    rows = in_turn(attn.to_out, rows)
     return rows
 
 

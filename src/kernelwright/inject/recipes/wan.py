@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import handoff
 from ..fusions import QKV, Fusions
+from ..fusions.projections import in_turn
 from ..recipe import Forward, Patch, Recipe
 
 MODULE = "diffusers.models.transformers.transformer_wan"
@@ -128,8 +129,7 @@ def attend(
         value = heads(attn.add_v_proj(picture))
         seen = fuse.attention(query, key, value, None, attn.processor)
         rows = rows + seen.flatten(2, 3).type_as(query)
-    for layer in attn.to_out:
-        rows = layer(rows)
+    rows = in_turn(attn.to_out, rows)
     return rows
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import checks, selection
 from ..gelu import GELU
 from ..op import MAX_PLANS, Composite
-from . import cases, reference, whole
+from . import algorithms, cases, reference, whole
 
 __all__ = ["linear_gelu"]
 BACKENDS = ("auto", "torch", "cublaslt")
@@ -56,10 +56,7 @@ def linear_gelu(
     )
     fused = _checked if torch.compiler.is_compiling() else _kept
     if fused(x, weight, bias, approximate, backend, mixed):
-        assert bias is not None
-        rows = x.reshape(-1, x.shape[-1])
-        out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return algorithms.linear(x, weight, bias, gelu=True)
     if torch.compiler.is_compiling() and not mixed:
         return whole.node(x, weight, bias, approximate)
     if backend == "torch" or mixed or _recording(x, weight, bias):

@@ -1,4 +1,5 @@
-"""F.linear, bit for bit, by the algorithm of cuBLASLt that was fastest when it was first asked.
+"""F.linear, bit for bit, by the algorithm of cuBLASLt that was fastest when it was first asked; and
+the same with GELU in its epilogue.
 
 PyTorch takes the algorithm that cuBLASLt names first. Where a GPU is at the limit of its power that
 is not always the fastest: gate and up of Llama-3-8B as one product (4096 x 4096 to 28672, bfloat16)
@@ -20,13 +21,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import selection
 from ..signature import PLAIN
-from .choosing import MISALIGNED, Decision, aligned, choose
+from .choosing import MISALIGNED, Decision, aligned, choose, plain
 
 # about 40 us on an H200 at 600 TFLOP/s. of a shorter product 2% is less than a microsecond, and its
 # launch weighs as much as the choice of its algorithm
@@ -51,7 +51,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
     """y = x @ weight^T + bias: F.linear(x, weight, bias), bit for bit, by the algorithm that was
     fastest when it was first asked.
 
@@ -59,6 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x: [..., K].
         weight: [N, K].
         bias: [N] or None.
+        gelu: its tanh form in the epilogue, as torch._addmm_activation has it; with a bias.
 
     The first large product of a signature on a GPU of capability 9.0, in float16 or bfloat16, tries
     all algorithms on its data and takes some 10 to 60 ms. Everything else is F.linear itself:
@@ -69,23 +70,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     traced = torch.compiler.is_compiling() or torch._C._get_tracing_state()
     if traced or not _may_choose(x, weight, bias):
-        return F.linear(x, weight, bias)
+        return plain(x, weight, bias, gelu)
     try:
         key = (
             (x.shape, x.stride(), x.dtype, x.device),
             (weight.shape, weight.stride(), weight.dtype, weight.device),
             bias is not None and (bias.shape, bias.stride(), bias.dtype, bias.device),
+            gelu,
             settings(),
         )
     except RuntimeError:  # a nested tensor
-        return F.linear(x, weight, bias)
+        return plain(x, weight, bias, gelu)
     decision = _decisions.get(key)
     if decision is None:
-        return _first(key, x, weight, bias)
+        return _first(key, x, weight, bias, gelu)
     way = decision.way
     if way is None or not _thread.ready:
         _thread.ready = True
-        return F.linear(x, weight, bias)
+        return plain(x, weight, bias, gelu)
     out = way.room()
     status = way.into(out, x, weight, bias)
     if status == 0:
@@ -93,7 +95,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if status != MISALIGNED:
         why = f"cublasLtMatmul answered with status {status}"
         _decisions[key] = replace(decision, way=None, why=why)
-    return F.linear(x, weight, bias)
+    return plain(x, weight, bias, gelu)
 
 
 def settings() -> tuple[Any, ...]:
@@ -183,9 +185,9 @@ def _serves(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _first(key: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, and then all other ways beside it, unless this is not the time for that."""
-    expected = F.linear(x, weight, bias)
+def _first(key: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    """PyTorch's way, and then all others beside it, unless this is not the time for that."""
+    expected = plain(x, weight, bias, gelu)
     _thread.ready = True
     full = len(_decisions) >= MAX_DECISIONS
     if full or not aligned(x, weight, bias) or torch.cuda.is_current_stream_capturing():
@@ -194,7 +196,7 @@ def _first(key: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _choosing.acquire(blocking=False):
         try:
             if key not in _decisions:
-                _decisions[key] = choose(x, weight, bias, expected)
+                _decisions[key] = choose(x, weight, bias, gelu, expected)
         finally:
             _choosing.release()
     return expected

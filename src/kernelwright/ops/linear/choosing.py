@@ -1,4 +1,4 @@
-"""The fastest algorithm of cuBLASLt that gives F.linear's bits, found out on a call's own data."""
+"""The fastest algorithm of cuBLASLt that gives PyTorch's bits, found out on a call's own data."""
 
 from __future__ import annotations
 
@@ -75,12 +75,24 @@ class Decision:
         return f"{self.product}: {self.us:.0f} us, {self.torch_us:.0f} by PyTorch's algorithm"
 
 
-def choose(x: Tensor, weight: Tensor, bias: Tensor | None, expected: Tensor) -> Decision:
-    """Try every algorithm on this call, whose result by F.linear is `expected`."""
-    product = _named(x, weight, bias)
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    """PyTorch's own: F.linear, or with GELU in the epilogue."""
+    if not gelu:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor
+) -> Decision:
+    """Try every algorithm on this call, whose result by PyTorch is `expected`."""
+    product = _named(x, weight, bias, gelu)
     try:
         with torch.cuda.device_of(x):
-            return _fastest(product, x, weight, bias, expected)
+            return _fastest(product, x, weight, bias, gelu, expected)
     except Refused as no:
         return Decision(product, str(no))
     except torch.OutOfMemoryError:
@@ -93,25 +105,23 @@ def aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not any(t.data_ptr() % ALIGNMENT for t in operands)
 
 
-def _named(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+def _named(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> str:
     outputs, width = weight.shape
-    plus = "" if bias is None else " + bias"
+    plus = ("" if bias is None else " + bias") + (", GELU" if gelu else "")
     dtype = str(x.dtype).removeprefix("torch.")
     return f"{x.numel() // width} x {width} to {outputs}{plus} in {dtype}"
 
 
 def _fastest(
-    product: str, x: Tensor, weight: Tensor, bias: Tensor | None, expected: Tensor
+    product: str, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor
 ) -> Decision:
-    shape = _shape(x, weight, bias, expected)
+    shape = _shape(x, weight, bias, gelu, expected)
     if not (_tells(x) and _tells(weight)):
         raise Refused("it was first asked for with zeros, on which all agree")
 
-    def plain() -> Tensor:
-        return F.linear(x, weight, bias)
-
+    by_torch = functools.partial(plain, x, weight, bias, gelu)
     begin = time.perf_counter()
-    (once,) = readings([plain], 1)
+    (once,) = readings([by_torch], 1)
     most = int(MICROSECONDS / once / (1 + LEAST_ROUNDS)) - 1
     if most < 1:
         raise Refused("it takes too long to try others")
@@ -129,7 +139,7 @@ def _fastest(
     if not ways:
         why = f"; cublasLtMatmul answered with status {failed}" if failed else ""
         raise Refused(f"none of {len(found)} others gives its bits{why}")
-    timed: list[Callable[[], Any]] = [plain]
+    timed: list[Callable[[], Any]] = [by_torch]
     timed += [functools.partial(way.into, out, x, weight, bias) for way in ways]
     left = MICROSECONDS - (time.perf_counter() - begin) * 1e6
     rounds = min(ROUNDS, int(left / once / len(timed)))
@@ -141,7 +151,7 @@ def _fastest(
     return Decision(product, "faster", ways[best], torch_us, us)
 
 
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, expected: Tensor) -> Shape:
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor) -> Shape:
     """The product as cuBLASLt takes it; raises Refused if it cannot be told of it."""
     operands = [x, weight] if bias is None else [x, weight, bias]
     if x.dtype not in TYPES or any(t.dtype != x.dtype for t in operands):
@@ -167,6 +177,7 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, expected: Tensor) -> 
         weight_stride=strides[1],
         dtype=x.dtype,
         biased=bias is not None,
+        gelu=gelu,
     )
 
 

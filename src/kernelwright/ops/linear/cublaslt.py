@@ -28,7 +28,7 @@ BIASES = 1024
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 FLOAT32, SUM_IN_FLOAT32 = 0, 68
 TRANSPOSE_FIRST, EPILOGUE, BIAS_ADDRESS = 3, 7, 8
-TRANSPOSED, ADD_BIAS = 1, 4
+TRANSPOSED, ADD_BIAS, ADD_BIAS_AND_GELU = 1, 4, 36
 MOST_WORKSPACE = 1
 
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
@@ -56,7 +56,8 @@ class Owned(c_void_p):
 
 @dataclass(frozen=True)
 class Shape:
-    """x [rows, width] by weight [outputs, width], and how many elements their rows lie apart."""
+    """x [rows, width] by weight [outputs, width], and how many elements their rows lie apart.
+    `gelu`: the tanh form of it behind the bias."""
 
     rows: int
     outputs: int
@@ -65,6 +66,7 @@ class Shape:
     weight_stride: int
     dtype: torch.dtype
     biased: bool
+    gelu: bool = False
 
 
 def load() -> Any:
@@ -112,6 +114,7 @@ class Product:
     def __init__(self, library: Library, shape: Shape) -> None:
         self.library = library
         self.biased = shape.biased
+        self.epilogue = ADD_BIAS_AND_GELU if shape.gelu else ADD_BIAS
         kind = TYPES[shape.dtype]
 
         def layout(rows: int, columns: int, apart: int) -> Owned:
@@ -138,7 +141,8 @@ class Product:
         made = self.library.make("MatmulDesc", SUM_IN_FLOAT32, FLOAT32)
         attributes: dict[int, Any] = {TRANSPOSE_FIRST: ctypes.c_int32(TRANSPOSED)}
         if self.biased:
-            attributes |= {EPILOGUE: ctypes.c_int32(ADD_BIAS), BIAS_ADDRESS: c_void_p(bias)}
+            epilogue = ctypes.c_int32(self.epilogue)
+            attributes |= {EPILOGUE: epilogue, BIAS_ADDRESS: c_void_p(bias)}
         for attribute, value in attributes.items():
             self.library.set("MatmulDesc", made, attribute, value)
         return made
