@@ -5,12 +5,13 @@ comes out is right only if layouts, descriptions and addresses are.
 """
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from kernelwright.ops.linear import algorithms
+from kernelwright.ops.linear.configurations import Configuration
 from kernelwright.ops.linear.cublaslt import Found
 
 TYPES = {2: torch.float16, 14: torch.bfloat16}
@@ -19,12 +20,15 @@ NOT_SUPPORTED = 15
 
 @dataclass
 class Known:
-    """An algorithm. `adds`: what its result is wrong by."""
+    """An algorithm. `adds`: what its result is wrong by; `of`: its configuration, for one of
+    Hopper's, and `named`: whether a product is told of it or has to ask."""
 
     us: float
     adds: float = 0
     workspace: int = 0
     status: int = 0
+    of: Configuration | None = None
+    named: bool = True
 
 
 @dataclass
@@ -35,6 +39,7 @@ class CublasLt:
     torch_us: float = 100
     answers: dict = field(default_factory=dict)  # by a function's name: a status to answer with
     launched: list = field(default_factory=list)  # number of the algorithm, address of the bias
+    checked: list = field(default_factory=list)  # configurations that were asked for
     things: dict = field(default_factory=dict)
     made: int = 0
     ran: int | None = None
@@ -78,11 +83,37 @@ class CublasLt:
         self, handle, description, a, b, c, d, preference, asked, found, count
     ):
         assert self.things[preference.value] == {1: 32 << 20}
-        for number, one in enumerate(self.known[:asked]):
-            found[number].algorithm[0] = number
-            found[number].workspace, found[number].status = one.workspace, one.status
-        count._obj.value = len(self.known)
+        named = [(number, one) for number, one in enumerate(self.known) if one.named][:asked]
+        for place, (number, one) in zip(found, named, strict=False):
+            place.algorithm[0] = number
+            place.workspace, place.status = one.workspace, one.status
+            for word, part in enumerate(astuple(one.of) if one.of else (), 1):
+                place.algorithm[word] = part
+        count._obj.value = len(named)
         return self.answers.get("cublasLtMatmulAlgoGetHeuristic", 0)
+
+    def cublasLtMatmulAlgoConfigGetAttribute(self, algorithm, attribute, at, size, written):
+        assert size.value == ctypes.sizeof(at._obj) == (2 if attribute == 8 else 4)
+        words = algorithm._obj.algorithm
+        values = {0: 66 if words[1] else 7, 1: words[1], 5: words[2], 8: words[3]}
+        at._obj.value = values[attribute]
+        return 0
+
+    def cublasLtMatmulAlgoConfigSetAttribute(self, algorithm, attribute, at, size):
+        assert size.value == ctypes.sizeof(at._obj) == (2 if attribute == 8 else 4)
+        algorithm._obj.algorithm[{1: 1, 5: 2, 8: 3}[attribute]] = at._obj.value
+        return 0
+
+    def cublasLtMatmulAlgoCheck(self, handle, description, a, b, c, d, algorithm, result):
+        words = algorithm._obj.algorithm
+        of = Configuration(*words[1:4]) if words[1] else None
+        self.checked.append(of)
+        for number, one in enumerate(self.known):
+            if one.of == of and (of or number == words[0]):
+                words[0] = number
+                result._obj.workspace = one.workspace
+                return 0
+        return NOT_SUPPORTED
 
     def cublasLtMatmul(
         self, handle, description, one, a, a_is, b, b_is, zero, c, c_is, d, d_is, algorithm, room,
@@ -107,7 +138,10 @@ class CublasLt:
         if wanted.get(7):
             bias = _memory(wanted[8], len(first), first.dtype)
         # the columns of one matrix are the rows of a tensor
-        out.copy_(F.linear(second, first, bias) + known.adds)
+        y = F.linear(second, first, bias)
+        if wanted.get(7) == 36:  # as torch._addmm_activation on a CPU
+            y = F.gelu(y)
+        out.copy_(y + known.adds)
         return 0
 
     def _columns(self, at, layout):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernelwright.ops.linear import algorithms, choosing
+from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
 from kernelwright.ops.linear.algorithms import linear
 
 pytestmark = pytest.mark.skipif(
@@ -20,6 +20,7 @@ SHAPES = {
     "llama qkv": ((1, 4096), 4096, 6144, False),
     "ltx qkv": ((5376,), 2048, 6144, True),
     "ltx qkv in batches": ((2, 2688), 2048, 6144, True),
+    "ltx first": ((5376,), 2048, 8192, True),
     "flux last": ((4608,), 15360, 3072, True),
     "few rows": ((512,), 15360, 3072, True),
     "odd sizes": ((2563,), 2056, 6152, True),
@@ -64,6 +65,42 @@ def test_new_data_has_the_bits_of_linear(name, dtype):
         got, expected = linear(*given), F.linear(*given)
         assert torch.equal(got, expected)
         assert got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["ltx first", "few rows", "odd sizes"])
+def test_new_data_has_the_bits_of_gelu_in_pytorchs_epilogue(name, dtype):
+    linear(*operands(*SHAPES[name], dtype=dtype), gelu=True)
+    chosen()
+    given = operands(*SHAPES[name], seed=10, dtype=dtype)
+    assert torch.equal(linear(*given, gelu=True), choosing.plain(*given, gelu=True))
+
+
+def test_configurations_that_are_not_named_take_part():
+    x, weight, bias = operands(*SHAPES["ltx first"])
+    shape = choosing._shape(x, weight, bias, False, F.linear(x, weight, bias))
+    product = cublaslt.Product(choosing._library(0), shape)
+    functions = product.library.functions
+    asked = {
+        configurations.of(functions, a.found) for a in product.algorithms(bias.data_ptr())
+    } & set(configurations.MORE)
+    assert asked >= {configurations.MORE[0], configurations.MORE[1]}
+
+
+def test_whatever_the_sizes_it_can_be_asked_for_them():
+    """With some configurations cuBLASLt divides by zero when it is asked; not with these."""
+    sizes = torch.Generator().manual_seed(0)
+
+    def size(most):
+        return 8 * int(torch.randint(1, most // 8, (), generator=sizes))
+
+    library = choosing._library(0)
+    for number in range(300):
+        rows, outputs, width = size(40_000), size(30_000), size(20_000)
+        dtype = (torch.bfloat16, torch.float16)[number % 2]
+        how = {"biased": number % 3 > 0, "gelu": number % 3 > 1}
+        shape = cublaslt.Shape(rows - 1, outputs, width, width, width, dtype, **how)
+        assert cublaslt.Product(library, shape).algorithms(256 if how["biased"] else 0)
 
 
 def test_every_algorithm_that_agreed_once_agrees_on_other_data(monkeypatch):

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from inject.harness import run
 from torch import nn
 
 import kernelwright as kw
+from inject.harness import run
 from kernelwright import models
 from kernelwright.inject import check, contract
 from kernelwright.inject.check import Checker, set_now, site

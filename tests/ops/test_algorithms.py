@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cublaslt_on_cpu import NOT_SUPPORTED, Known, decided, operands
 
-from kernelwright.ops.linear import algorithms, choosing, cublaslt
+from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
 from kernelwright.ops.linear.algorithms import linear
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -226,6 +226,59 @@ def test_a_switch_that_changes_the_bits_of_linear_asks_anew(pretend, monkeypatch
     linear(x[:4], weight, bias)
     linear(x, weight, bias)
     assert len(algorithms.decisions()) == 4
+
+
+def test_a_configuration_that_is_not_named_is_asked_for_and_taken(pretend):
+    first, other, *unknown = configurations.MORE
+    mine = configurations.Configuration(tile=24, option=7, cluster=5)
+    library = pretend(Known(100, of=mine), Known(97, of=first), Known(90, of=other, named=False))
+    x, weight, bias = operands()
+    for _ in range(2):
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert library.launched[-1][0] == 2
+    assert library.checked == [other, *unknown]  # the named one was not asked for again
+    assert decided().us == 90
+
+
+def test_configurations_are_those_of_hoppers_algorithm_alone(pretend):
+    library = pretend(Known(100), Known(90))
+    linear(*operands())
+    assert not library.checked
+
+
+def test_another_number_of_rows_tries_the_winner_alone(pretend):
+    library = pretend(Known(100), Known(60), Known(80))
+    _, weight, bias = operands()
+    for rows, tried in ((8, {0, 1, 2}), (12, {1}), (100, {0, 1, 2})):
+        library.launched.clear()
+        x = torch.randn(rows, 32, dtype=torch.bfloat16)
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+        assert {number for number, _ in library.launched} == tried
+    library.launched.clear()
+    linear(torch.randn(9, 32, dtype=torch.bfloat16), weight, None)  # another epilogue
+    assert len({number for number, _ in library.launched}) == 3
+
+
+def test_where_none_was_faster_another_number_of_rows_tries_none(pretend):
+    library = pretend(Known(100), Known(99))
+    _, weight, bias = operands()
+    linear(torch.randn(8, 32, dtype=torch.bfloat16), weight, bias)
+    library.launched.clear()
+    linear(torch.randn(9, 32, dtype=torch.bfloat16), weight, bias)
+    assert not library.launched
+    assert "none was faster for 8 rows either" in algorithms.describe()
+
+
+def test_gelu_in_the_epilogue_has_algorithms_of_its_own(pretend):
+    library = pretend(Known(100), Known(80))
+    x, weight, bias = operands((2, 3))
+    expected = torch._addmm_activation(bias, x.view(6, 32), weight.t(), use_gelu=True)
+    for _ in range(2):
+        assert torch.equal(linear(x, weight, bias, gelu=True), expected.view(2, 3, 16))
+    assert library.launched[-1] == (1, bias.data_ptr())
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert len(algorithms.decisions()) == 2
+    assert ", GELU in bfloat16" in str(algorithms.decisions()[0])
 
 
 def test_the_report_counts_and_names(pretend):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...ops import selection
 from ...ops.attention import attention
+from ...ops.linear import algorithms
 from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
@@ -219,12 +220,12 @@ class AttentionPlaces(Places):
 
         def kernel() -> Tensor:
             if self.exact:  # eager rounds before it adds the bias
-                y = F.linear(rows, linear.weight)[:, :tokens]
+                y = algorithms.linear(rows, linear.weight)[:, :tokens]
                 # PyTorch's addition reads such rows element by element
                 return GATED_RESIDUAL(
                     y, linear.bias.expand_as(y), None, exact=exact, backend=backend
                 )
-            return F.linear(rows, linear.weight, linear.bias)[:, :tokens]
+            return algorithms.linear(rows, linear.weight, linear.bias)[:, :tokens]
 
         return site("product of a part of the rows", eager, kernel)
 

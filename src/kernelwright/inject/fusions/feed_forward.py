@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...ops import selection
 from ...ops.gelu import GELU
 from ...ops.glu import GEGLU, SILU_MUL
-from ...ops.linear import linear_gelu
+from ...ops.linear import algorithms, linear_gelu
 from ..check import current, declined, site
 from .places import CHANGES_DTYPE, Places, hooked_now, is_linear
 from .projections import in_turn, may_go_around, product
@@ -85,7 +85,7 @@ class FeedForwardPlaces(Places):
 
         def kernel() -> Tensor:
             width = left.shape[-1]
-            y = F.linear(left, last.weight[:, :width], last.bias)
+            y = algorithms.linear(left, last.weight[:, :width], last.bias)
             tanh = gelu.approximate == "tanh"
             rows = linear_gelu(x, linear.weight, linear.bias, approximate=tanh)
             y.flatten(0, -2).addmm_(rows.flatten(0, -2), last.weight[:, width:].t())

@@ -3,7 +3,8 @@ the same with GELU in its epilogue.
 
 PyTorch takes the algorithm that cuBLASLt names first. Where a GPU is at the limit of its power that
 is not always the fastest: gate and up of Llama-3-8B as one product (4096 x 4096 to 28672, bfloat16)
-took 1482 us on an H200, and 1366 by another of the 8 that it knows, with the same bits.
+took 1482 us on an H200, and 1366 by another of the 8 that it names, with the same bits; see
+`configurations` for those that it does not.
 
 KERNELWRIGHT_CUBLASLT=0 in the environment leaves every product to PyTorch.
 """
@@ -26,6 +27,7 @@ from torch.autograd import forward_ad
 
 from .. import selection
 from ..signature import PLAIN
+from . import choosing
 from .choosing import MISALIGNED, Decision, aligned, choose, plain
 
 # about 40 us on an H200 at 600 TFLOP/s. of a shorter product 2% is less than a microsecond, and its
@@ -143,6 +145,7 @@ def describe() -> str:
 def forget() -> None:
     """Choose anew from here on."""
     _decisions.clear()
+    choosing.forget()
 
 
 def _may_choose(x: Any, weight: Any, bias: Any) -> bool:

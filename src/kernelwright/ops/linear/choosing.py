@@ -6,14 +6,24 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cublaslt import ALIGNMENT, TYPES, Algorithm, Library, Product, Refused, Shape, load
+from .cublaslt import (
+    ALIGNMENT,
+    TYPES,
+    Algorithm,
+    Found,
+    Library,
+    Product,
+    Refused,
+    Shape,
+    load,
+)
 
 # a person who waits for a first result does not notice so much, ten or twenty times over
 MICROSECONDS = 60_000
@@ -38,6 +48,7 @@ class Way:
         # torch.empty takes half as long again
         make = torch.empty_strided
         self.room = functools.partial(make, shape, strides, dtype=x.dtype, device=x.device)
+        self.found = algorithm.found
         self._launch = algorithm.launch
         self._workspace = algorithm.workspace
         self._device = x.get_device()
@@ -125,8 +136,7 @@ def _fastest(
     most = int(MICROSECONDS / once / (1 + LEAST_ROUNDS)) - 1
     if most < 1:
         raise Refused("it takes too long to try others")
-    library = _library(x.get_device())
-    found = Product(library, shape).algorithms(0 if bias is None else bias.data_ptr())[:most]
+    found = _candidates(shape, 0 if bias is None else bias.data_ptr(), x.get_device())[:most]
     out = torch.empty_like(expected)
     ways, failed = [], 0
     for algorithm in found:
@@ -145,10 +155,37 @@ def _fastest(
     rounds = min(ROUNDS, int(left / once / len(timed)))
     torch_us, *times = readings(timed, max(LEAST_ROUNDS, rounds))
     us, best = min(zip(times, range(len(ways)), strict=True))
+    family = _family(shape, x.get_device())
     if us * GAIN > torch_us:
+        _winners[family] = shape.rows, None
         why = f"none of {len(ways)} others is {GAIN - 1:.0%} faster"
         return Decision(product, why, torch_us=torch_us)
+    _winners[family] = shape.rows, ways[best].found
     return Decision(product, "faster", ways[best], torch_us, us)
+
+
+def _candidates(shape: Shape, bias: int, device: int) -> list[Algorithm]:
+    """All algorithms; or the one that won for about as many rows with weights of this shape, so
+    that another size of picture does not wait for all of them again."""
+    product = Product(_library(device), shape)
+    rows, found = _winners.get(_family(shape, device), (0, None))
+    if not rows <= 2 * shape.rows <= 4 * rows:
+        return product.algorithms(bias)
+    if found is None:
+        raise Refused(f"none was faster for {rows} rows either")
+    return product.again(found, bias) or product.algorithms(bias)
+
+
+def _family(shape: Shape, device: int) -> tuple[Shape, int]:
+    return replace(shape, rows=0, x_stride=0), device
+
+
+_winners: dict[tuple[Shape, int], tuple[int, Found | None]] = {}
+
+
+def forget() -> None:
+    """Which algorithms won so far."""
+    _winners.clear()
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor) -> Shape:

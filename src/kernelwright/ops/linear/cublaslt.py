@@ -16,6 +16,8 @@ from weakref import finalize
 
 import torch
 
+from . import configurations
+
 # what it takes addresses to be multiples of where nobody says otherwise; PyTorch allocates so
 ALIGNMENT = 256
 # what PyTorch lends it on Hopper: which algorithms there are depends on it
@@ -148,7 +150,39 @@ class Product:
         return made
 
     def algorithms(self, bias: int) -> list[Algorithm]:
-        """Those that cuBLASLt holds to be fast, its first choice first."""
+        """Those that cuBLASLt holds to be fast, its first choice first, and behind that others that
+        may be faster."""
+        named = self._named(bias)
+        functions = self.library.functions
+        known = [configurations.of(functions, f) for f in named]
+        more: list[Algorithm] = []
+        for other in configurations.MORE if known and known[0] else ():
+            if other not in known:
+                found = configurations.changed(functions, named[0], other)
+                more += [] if found is None else self.again(found, bias)
+        algorithms = [Algorithm(self, f) for f in named]
+        return [*algorithms[:1], *more, *algorithms[1:]]
+
+    def again(self, found: Any, bias: int) -> list[Algorithm]:
+        """An algorithm that was found for another product, if it can compute this one."""
+        checked = Found()
+        status = self.library.functions.cublasLtMatmulAlgoCheck(
+            self.library.handle,
+            self.description(bias),
+            self.weight,
+            self.x,
+            self.out,
+            self.out,
+            byref(found),
+            byref(checked),
+        )
+        if status or checked.workspace > WORKSPACE:
+            return []
+        usable = Found.from_buffer_copy(found)
+        usable.workspace = checked.workspace
+        return [Algorithm(self, usable)]
+
+    def _named(self, bias: int) -> list[Found]:
         preference = self.library.make("MatmulPreference")
         most = ctypes.c_size_t(WORKSPACE)
         self.library.set("MatmulPreference", preference, MOST_WORKSPACE, most)
@@ -166,14 +200,14 @@ class Product:
             found,
             byref(count),
         )
-        return [Algorithm(self, f) for f in found[: count.value] if f.status == 0]
+        return [f for f in found[: count.value] if f.status == 0]
 
 
 class Algorithm:
     """One way to compute a product. `workspace`: the bytes that a launch has to lend it."""
 
     def __init__(self, product: Product, found: Found) -> None:
-        self._product, self._found = product, found
+        self._product, self.found = product, found
         self.workspace: int = found.workspace
         # taken and given back, so two threads never fill the same ones
         self._free: list[tuple[tuple[c_void_p, ...], Callable[[], int]]] = []
@@ -216,7 +250,7 @@ class Algorithm:
             p.out,
             out,
             p.out,
-            byref(self._found),  # its algorithm is its first field
+            byref(self.found),  # its algorithm is its first field
             workspace,
             ctypes.c_size_t(self.workspace),
             stream,
