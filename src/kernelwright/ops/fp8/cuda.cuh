@@ -19,13 +19,9 @@ struct Unchanged {
 // The tanh of the special function unit is off by up to 2^-11, where eight bits keep 2^-4: half of
 // what the exponential and the division take.
 __device__ __forceinline__ float near_tanh(float x) {
-#if __CUDA_ARCH__ >= 750
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-#else
-  return tanhf(x);
-#endif
 }
 
 struct NearSilu {
