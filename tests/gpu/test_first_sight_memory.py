@@ -53,7 +53,7 @@ def test_the_first_forward_needs_little_more_than_eager(name):
     with kw.injected(model, numerics="fused") as report:
         first = peak(lambda: run(model, inputs))
     assert not [f for f in report.findings if f.unchecked]
-    assert first <= 1.05 * eager, (first / GIB, eager / GIB)
+    assert first <= 1.1 * eager, (first / GIB, eager / GIB)
 
 
 def test_on_a_full_gpu_the_check_is_left_out(monkeypatch):

@@ -43,8 +43,9 @@ def free_threads(width: int, vector: int, normed: bool = True) -> int:
     most = 64 if vector > 1 else 16
     while threads < 1024 and width > most * threads:
         threads *= 2
-    vectors = width // vector
-    return threads // 2 if vectors % threads and vectors % (threads // 2) == 0 else threads
+    vectors, half = width // vector, threads // 2
+    evenly = vectors % threads and vectors % half == 0
+    return half if evenly and 1024 <= width <= 24 * half else threads
 
 
 def mean_order(width: int, rows: int, room: int) -> Order:
