@@ -37,6 +37,7 @@ class CublasLt:
 
     known: list[Known]
     torch_us: float = 100
+    version: int = 130_200
     answers: dict = field(default_factory=dict)  # by a function's name: a status to answer with
     launched: list = field(default_factory=list)  # number of the algorithm, address of the bias
     checked: list = field(default_factory=list)  # configurations that were asked for
@@ -60,6 +61,9 @@ class CublasLt:
     def _destroy(self, thing):
         del self.things[thing.value]
         return 0
+
+    def cublasLtGetVersion(self):
+        return self.version
 
     def cublasLtCreate(self, at):
         return self._make("cublasLtCreate", at)

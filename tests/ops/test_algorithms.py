@@ -240,8 +240,13 @@ def test_a_configuration_that_is_not_named_is_asked_for_and_taken(pretend):
     assert decided().us == 90
 
 
-def test_configurations_are_those_of_hoppers_algorithm_alone(pretend):
-    library = pretend(Known(100), Known(90))
+@pytest.mark.parametrize("version", [130_200, 120_901, 140_000])
+def test_configurations_are_those_of_one_version_and_of_hoppers_algorithm_alone(pretend, version):
+    mine = configurations.Configuration(tile=24, option=7, cluster=5)
+    library = pretend(Known(100, of=mine), version=version)
+    linear(*operands())
+    assert bool(library.checked) == (version == 130_200)
+    library = pretend(Known(100), Known(90), version=version)
     linear(*operands())
     assert not library.checked
 

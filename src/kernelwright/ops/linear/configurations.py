@@ -16,6 +16,7 @@ from typing import Any
 # attributes of an algorithm, as cublasLt.h numbers them; the last has 16 bits, the others 32
 ALGORITHM, TILE, OPTION, CLUSTER = 0, 1, 5, 8
 HOPPER = 66  # the algorithm that the configurations below are of
+VERSION = 13  # of cuBLASLt, whose numbers they are
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ MORE = (
     Configuration(tile=28, option=0, cluster=3),  # 96 x 128, in pairs
     Configuration(tile=500, option=7, cluster=5),
 )
+
+
+def served(functions: Any) -> bool:
+    """Whether this cuBLASLt is one that may be asked for them."""
+    return functions.cublasLtGetVersion() // 10_000 == VERSION
 
 
 def of(functions: Any, found: ctypes.Structure) -> Configuration | None:

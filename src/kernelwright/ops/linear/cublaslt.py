@@ -154,6 +154,8 @@ class Product:
         may be faster."""
         named = self._named(bias)
         functions = self.library.functions
+        if not configurations.served(functions):
+            return [Algorithm(self, f) for f in named]
         known = [configurations.of(functions, f) for f in named]
         more: list[Algorithm] = []
         for other in configurations.MORE if known and known[0] else ():
