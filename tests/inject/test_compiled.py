@@ -12,10 +12,11 @@ from inject.harness import run, same
 from inject.heads import WIDTH, Heads, is_packed, rows
 from inject.stand_in import CpuGraphs
 from kernelwright import models
+from kernelwright.inject import adapters, kept_products, packing, products, tables
 from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject import kept_products, packing, products, tables
 from kernelwright.inject.check import eagerly
 from kernelwright.inject.fusions import QKV, Fusions
+from kernelwright.ops import selection
 
 
 class Traces(list):
@@ -153,19 +154,26 @@ def build(name, traces=None, **how):
     expected = run(model, inputs)
     if traces is not None:
         kw.inject(model, **how)
+        repeated = model._repeated_blocks or model._no_split_modules
         for module in model.modules():
-            if type(module).__name__ in model._repeated_blocks:
+            if type(module).__name__ in repeated:
                 module.compile(backend=traces, fullgraph=True)
     return model, inputs, expected
 
 
 BLOCKS = {  # what a block calls beside ops of ours: its other products, and what is concatenated
-    "ltx-video": [{"projections": 1, "products_of_text": 1, "linear": 5, "cat": 0}],
-    "wan-1.3b": [{"projections": 1, "linear": 7, "cat": 0}],
+    "ltx-video": [{"projections": 1, "products_of_text": 1, "total": 1, "linear": 5, "cat": 0}],
+    "wan-1.3b": [{"projections": 1, "total": 1, "linear": 7, "cat": 0}],
     # values of both streams; then both streams, once as they come from the first blocks
     "flux-dev": [
         {"projections": 2, "joint_qk": 1, "linear": 8, "cat": 1},
-        *[{"projections": 1, "gelu_beside": 1, "linear": 3, "cat": 1}] * 2,
+        *[{"projections": 1, "gelu_beside": 1, "joint_norm": 1, "linear": 3, "cat": 0}] * 2,
+    ],
+    # with the second attention, without it, and the last, which drops the text
+    "sd3.5-medium": [
+        {"projections": 3, "joint_qk": 1, "linear": 9, "cat": 1},
+        {"projections": 2, "joint_qk": 1, "linear": 8, "cat": 1},
+        {"projections": 2, "joint_qk": 1, "linear": 5, "cat": 1},
     ],
 }
 
@@ -175,9 +183,19 @@ def test_blocks_share_a_trace_that_has_the_fusions_and_is_not_made_again(traces,
     model, inputs, expected = build(name, traces)
     for _ in range(3):
         assert same(run(model, inputs), expected)
-    ours = {"projections", "products_of_text", "joint_qk", "gelu_beside"}
+    joint = {"joint_qk", "joint_norm", "gelu_beside"}
+    ours = {"projections", "products_of_text", "total"} | joint
     for trace, wanted in zip(traces, BLOCKS[name], strict=True):
         assert {n: trace[f"{n}.default" if n in ours else n] for n in wanted} == wanted
+
+
+def test_single_products_are_ops_where_there_is_an_algorithm_to_choose(traces, monkeypatch):
+    monkeypatch.setattr(products, "chooses", selection.given(lambda *device: True))
+    model, inputs, expected = build("ltx-video", traces)
+    assert same(run(model, inputs), expected)
+    (trace,) = traces
+    # all but the query of the text's attention, which has no place of its own
+    assert (trace["product.default"], trace["linear"]) == (4, 1)
 
 
 def test_adapters_that_come_later_and_restoring_are_seen(traces):
@@ -245,6 +263,17 @@ def test_what_was_made_of_a_text_is_made_anew_when_something_changes(change):
         of_text(heads, text)
     change(heads, text)
     assert torch.equal(of_text(heads, text), heads(text))
+
+
+def test_a_graph_that_makes_a_module_does_not_look_at_watched_layers(monkeypatch):
+    adapters.listen()
+    monkeypatch.setattr(adapters, "_moves", None)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def made(x):
+        return nn.Sequential(nn.Identity())(x)
+
+    assert torch.equal(made(rows()), rows())
 
 
 def test_what_was_made_of_a_text_goes_with_it():

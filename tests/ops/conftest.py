@@ -21,7 +21,7 @@ def pretend(monkeypatch):
         for module in (choosing, cublaslt):
             monkeypatch.setattr(module, "ALIGNMENT", 64)  # of PyTorch's allocations on the CPU
         monkeypatch.setattr(algorithms, "LEAST_FLOP", 1)
-        monkeypatch.setattr(algorithms, "_serves", lambda device: True)
+        monkeypatch.setattr(algorithms, "serves", lambda device: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         return library
 

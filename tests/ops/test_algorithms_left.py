@@ -157,7 +157,7 @@ def test_the_environment_turns_it_off(monkeypatch, value, on):
     spec = importlib.util.spec_from_file_location(f"{choosing.__package__}.again", SOURCE)
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    monkeypatch.setattr(again, "_serves", lambda device: True)
+    monkeypatch.setattr(again, "serves", lambda device: True)
     monkeypatch.setattr(again, "LEAST_FLOP", 1)
     assert again._may_choose(*operands()) is on
 

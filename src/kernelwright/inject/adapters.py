@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -47,6 +48,8 @@ def listen() -> None:
 
 
 def _registered(parent: nn.Module, name: str, child: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a module that a graph makes for itself; Dynamo would guard every watched layer
     watched = child is not None and child in _moves
     if watched:
         _moves[child] += 1

@@ -75,7 +75,7 @@ def _room(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
     return text.new_empty((*text.shape[:-1], sum(len(w) for w in weights)))
 
 
-OF_TEXT = library.define(
+OF_TEXT = library.define_unrecorded(
     "products_of_text",
     "(Tensor text, Tensor[] weights, Tensor[] biases) -> Tensor",
     _of_text,

@@ -67,6 +67,7 @@ _groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
 # the same by their first weight, for a compiled graph, which is given nothing but weights
 _of_weights: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _lock = threading.Lock()
+_PARAMETER = frozenset((nn.Parameter,))
 
 
 def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
@@ -81,25 +82,29 @@ def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
     return _packed(group, weights, biases, x)
 
 
-def packed_weights(weights: Sequence[Any], biases: Sequence[Any], x: Tensor) -> Packed | str:
+def packed_weights(weights: list[Any], biases: list[Any], x: Tensor) -> Packed | str:
     """The same of layers that are known by their weights alone."""
-    return _packed(_group_of(weights[0]), list(weights), list(biases), x)
+    return _packed(_group_of(weights[0]), weights, biases, x)
 
 
 def _group_of(weight: Any) -> _Group:
-    with _lock:
-        return _of_weights.setdefault(weight, _Group())
+    found = _of_weights.get(weight)
+    if found is None:
+        with _lock:
+            found = _of_weights.setdefault(weight, _Group())
+    return found
 
 
 def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> Packed | str:
     first = weights[0]
-    if type(x) is not Tensor or any(type(w) is not nn.Parameter for w in weights):
+    if type(x) is not Tensor or not _PARAMETER.issuperset(map(type, weights)):
         return "tensors of a class of their own"
-    if x.dtype != first.dtype or x.device != first.device:
+    if x.dtype is not first.dtype or x.device != first.device:
         return "its dtype or device changes"
     if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
         return "gradients are recorded"
-    if torch.is_autocast_enabled(x.device.type) or torch.jit.is_tracing():
+    mixed = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
+    if mixed or torch._C._is_tracing():
         return "its weights are read in another way"
     blocks = _blocks(group, weights + biases)
     if blocks is None or not group.settled:
@@ -149,9 +154,13 @@ def _blocks(group: _Group, weights: list[Any]) -> list[Any] | None:
     """The blocks of weights that are as they were left, or None."""
     if group.facts != _facts(weights):
         return None
-    blocks = [block() for block in group.blocks]
-    # other memory may have come to lie at the same address
-    return None if any(block is None for block in blocks) else blocks
+    blocks = []
+    for reference in group.blocks:
+        # other memory may have come to lie at the same address
+        if (block := reference()) is None:
+            return None
+        blocks.append(block)
+    return blocks
 
 
 def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:

@@ -7,6 +7,7 @@ trace serves all blocks of a model, and it is no matter whether their weights li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import library
+from ..ops import library, selection
 from ..ops.linear import algorithms
 from . import packing
 from .check import equal
@@ -64,8 +65,7 @@ class SameBits:
         eager: Callable[[], Any],
     ) -> bool:
         """Whether `ours()` and `eager()` give the same bits at such shapes: found out once."""
-        key = way, x.shape, x.stride(), x.dtype, x.device, tuple(sizes), bias
-        known = self.known.get(key)
+        known = self.known.get(key := _key(way, x, sizes, bias))
         if known is None:
             if packing.not_now(x.device):
                 return False
@@ -74,28 +74,51 @@ class SameBits:
             known = self.known[key] = equal(ours(), eager())
         return known
 
+    def has_seen(self, way: str, x: Tensor, sizes: Sequence[int], bias: bool) -> bool:
+        """Whether such a way was found to give the same bits before."""
+        return self.known.get(_key(way, x, sizes, bias), False)
+
+
+def _key(way: str, x: Tensor, sizes: Sequence[int], bias: bool) -> Any:
+    return way, x.shape, x.stride(), x.dtype, x.device, tuple(sizes), bias
+
 
 _outlived = SameBits()
 
 
-def _joined(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], exact: int) -> Tensor:
+def _joined(x: Tensor, weights: list[Tensor], biases: list[Tensor], exact: int) -> Tensor:
     """The products of all weights beside each other: [..., sum of outputs]. `exact` is the number
     of a `SameBits`, or 0."""
-    sizes = [len(w) for w in weights]
+    with nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
+        packed = packing.packed_weights(weights, biases, x)
+        same_bits = SameBits.of(exact) if exact else None
+        if type(packed) is Packed and (
+            same_bits is None or same_bits.has_seen("one", x, packed.sizes, bool(biases))
+        ):
+            return one(x, packed)
+        return _first_joined(x, weights, biases, packed, same_bits)
+
+
+def _first_joined(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    packed: Packed | str,
+    same_bits: SameBits | None,
+) -> Tensor:
+    """The same where it is not known that one product will do."""
 
     def layers() -> Tensor:
         return torch.cat(apart(x, weights, biases), -1)
 
-    same_bits = SameBits.of(exact) if exact else None
-    with torch.no_grad():
-        packed = packing.packed_weights(weights, biases, x)
-        ways: dict[str, Product] = {"into": lambda: _into(x, weights, biases)}
-        if isinstance(packed, Packed):
-            ways = {"one": lambda: one(x, packed), **ways}
-        for name, way in ways.items():
-            if same_bits is None or same_bits(name, x, sizes, bool(biases), way, layers):
-                return way()
-        return layers()
+    sizes = [len(w) for w in weights]
+    ways: dict[str, Product] = {"into": lambda: _into(x, weights, biases)}
+    if isinstance(packed, Packed):
+        ways = {"one": lambda: one(x, packed), **ways}
+    for name, way in ways.items():
+        if same_bits is None or same_bits(name, x, sizes, bool(biases), way, layers):
+            return way()
+    return layers()
 
 
 def _into(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -114,9 +137,23 @@ def _room(x: Tensor, weights: Sequence[Tensor], *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(len(w) for w in weights)))
 
 
-JOINED = library.define(
+JOINED = library.define_unrecorded(
     "projections",
     "(Tensor x, Tensor[] weights, Tensor[] biases, int exact) -> Tensor",
     _joined,
     _room,
+)
+
+
+@selection.given
+def chooses(kind: str, index: int | None) -> bool:
+    """Whether products on this device may go another way than PyTorch's."""
+    return kind == "cuda" and algorithms.serves(torch.device(kind, index or 0))
+
+
+CHOSEN = library.define_unrecorded(
+    "product",
+    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    algorithms.linear,
+    lambda x, weight, bias: _room(x, [weight]),
 )

@@ -101,7 +101,7 @@ def _turned(*operands: Any) -> tuple[Tensor, Tensor]:
 
 
 # `qk_norm_rope` for a graph of torch.compile, which looks for narrow tables when it runs
-QK_NORM_ROPE_KEPT = library.define(
+QK_NORM_ROPE_KEPT = library.define_unrecorded(
     "qk_norm_rope_kept",
     "(Tensor query, Tensor key, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
     "float eps, bool across_heads, str layout, str exact, str backend) -> (Tensor, Tensor)",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .written import compile_around
+
 if TYPE_CHECKING:
     from .op import Op
 
@@ -40,6 +42,24 @@ def define(
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
+def define_unrecorded(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    op: Op | None = None,
+) -> Callable[..., Any]:
+    """The same for graphs of torch.compile in which no gradient is recorded. A call of it with
+    plain tensors goes around the dispatcher, which takes longer for an op in Python than the rest
+    of the call does: straight to `run`, or to the plans of `op`."""
+    defined: Any = define(name, schema, run, fake)
+    given = ", ".join(a.split(None, 1)[1] for a in _split(schema)[0])
+    # what torch.ops.kernelwright.<name>.default calls; whoever traces it brings other tensors
+    if through := getattr(defined, "_op", None):
+        defined._op = compile_around(arguments(schema), given, through, run, op)
+    return defined
+
+
 def register(op: Op) -> Callable[..., Any]:
     """Define the functional op with its fake kernel and its gradient."""
     arguments, _ = _split(op.schema)
@@ -61,15 +81,14 @@ def register(op: Op) -> Callable[..., Any]:
 
 
 def register_unrecorded(op: Op) -> Callable[..., Any]:
-    """Define `<name>_unrecorded` for graphs of torch.compile in which no gradient is recorded: the
-    way through a gradient in Python takes as long as the rest of a call."""
+    """Define `<name>_unrecorded` for graphs of torch.compile in which no gradient is recorded."""
 
     def run(*values: Any) -> Any:
         *args, exact, backend = values
         return op.run(*args, None, exact or None, backend or None, False)
 
     name = f"{op.name}_unrecorded"
-    return define(name, _with_how(op), _with_defaults(op, run), op.library_op)
+    return define_unrecorded(name, _with_how(op), _with_defaults(op, run), op.library_op, op)
 
 
 def register_inplace(op: Op) -> Callable[..., Any]:

@@ -62,7 +62,10 @@ def dispatched(arguments: Arguments) -> str:
     """Text: whether the dispatcher has to see a call, for a tensor subclass or for a gradient."""
     odd, grads = [], []
     for name, kind in arguments:
-        if kind.startswith("Tensor"):
+        if kind == "Tensor[]":
+            odd.append(f"not _PLAIN.issuperset(map(type, {name}))")
+            grads.append(f"any(_t.requires_grad for _t in {name})")
+        elif kind.startswith("Tensor"):
             there = f"{name} is not None and " if kind.endswith("?") else ""
             odd.append(f"{there}type({name}) not in _PLAIN")
             grads.append(f"{there}{name}.requires_grad")

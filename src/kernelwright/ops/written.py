@@ -1,4 +1,4 @@
-"""The two functions that every eager call runs through, written out for an op and for a plan.
+"""The functions that every call runs through, written out for an op and for a plan.
 
 A call that loops over its arguments, and hands them on by `*args` and keywords, takes longer than
 the driver does. Which tensors there are is known beforehand, so both are compiled from a text that
@@ -23,15 +23,27 @@ underscore. A call of rmsnorm is
 and the plan that it finds, if nothing has to be copied before the launch,
 
     def follow(_args, _given):
-        if _given is not None:
-            return _plan.follow_any(_args, _given)
         input, weight, eps, = _args
-        out, = _allocate(input, weight, eps,)
+        if _given is None:
+            out, = _allocate(input, weight, eps,)
+        else:
+            out = _given
+            if type(out) is tuple:
+                return _plan.follow_any(_args, _given)
         _0, _1, _2, = input.data_ptr(), weight.data_ptr(), out.data_ptr(),
         if (_0 | _1 | _2) & 15:
             return _plan.realigned(_0 | _1 | _2, _args, (out,))
         _launch((_0, _1, _2,))
         return out
+
+What a graph of torch.compile calls is written out too, and needs no dispatcher to find a plan:
+
+    def around(input, weight=None, eps=1e-6, exact="", backend=""):
+        if _modes() or type(input) not in _PLAIN or ... weight.requires_grad):
+            return _through(input, weight, eps, exact, backend,)
+        exact, backend, inplace = exact or None, backend or _surrounding(), False
+        _key = exact, backend, inplace, input.shape, input.stride(), ..., eps
+        ...
 """
 
 from __future__ import annotations
@@ -64,6 +76,19 @@ def call({names} out=None, exact=None, backend=None, inplace=False):
     return _plan(_args, out)
 """
 
+_AROUND = """
+def around({given}):
+    if _modes() or {dispatched}:
+        return _through({names})
+    {body}
+"""
+_PLANNED = """exact, backend, inplace = exact or None, backend or _surrounding(), False
+    _args = {names}
+    _plan = _op._plans.get(({key}))
+    if _plan is None:
+        return _op.compute(_args, None, exact, backend, False)
+    return _plan(_args, None)"""
+
 
 def compile_call(op: Op, arguments: signature.Arguments) -> Callable[..., Any]:
     """The call of an op with its arguments by position, then out, exact, backend and inplace."""
@@ -72,18 +97,29 @@ def compile_call(op: Op, arguments: signature.Arguments) -> Callable[..., Any]:
         dispatched=signature.dispatched(arguments),
         key=signature.key(arguments),
     )
-    scope = {
-        **signature.SCOPE,
-        "_op": op,
-        # of all that torch.compiler.is_compiling asks, Dynamo alone leaves no other trace here
-        "_traced": torch.compiler.is_dynamo_compiling,
-        "_modes": torch._C._len_torch_dispatch_stack,
-        "_surrounding": selection.current.get,
-        "_layouts": signature.layouts,
-    }
+    # of all that torch.compiler.is_compiling asks, Dynamo alone leaves no other trace here
+    scope = {**_scope(op), "_traced": torch.compiler.is_dynamo_compiling}
     call = signature.written("call", source, scope)
     call.__name__ = call.__qualname__ = op.name
     return call
+
+
+def compile_around(
+    arguments: signature.Arguments, given: str, through: Any, run: Any, op: Op | None
+) -> Callable[..., Any]:
+    """A call whose arguments are `given` as Python writes them: `through` the dispatcher where that
+    has to see it; else `run`, or the plan of `op`, whose schema ends with exact and backend."""
+    own = arguments if op is None else arguments[:-2]
+    body = f"return _run({signature.names(arguments)})"
+    if op is not None:
+        body = _PLANNED.format(names=signature.names(own), key=signature.key(own))
+    source = _AROUND.format(
+        given=given,
+        names=signature.names(arguments),
+        dispatched=signature.dispatched(own),
+        body=body,
+    )
+    return signature.written("around", source, {**_scope(op), "_through": through, "_run": run})
 
 
 def compile_follow(plan: LaunchPlan) -> Plan:
@@ -96,7 +132,21 @@ def compile_follow(plan: LaunchPlan) -> Plan:
     results = [places.get(n, n) for n in op.outputs]
     lines = [f"{_listed(op.arguments)} = _args"]
     if not places:
-        lines.append(f"{_listed(results)} = _allocate({_listed(op.arguments)})")
+        # a single output is given by itself, of several some may be absent
+        several = len(results) > 1
+        absent = (
+            " or ".join(f"{n} is None" for n in results)
+            if several
+            else f"type({results[0]}) is tuple"
+        )
+        lines += [
+            "if _given is None:",
+            f"    {_listed(results)} = _allocate({_listed(op.arguments)})",
+            "else:",
+            f"    {_listed(results) if several else results[0]} = _given",
+            f"    if {absent}:",
+            "        return _plan.follow_any(_args, _given)",
+        ]
     taken = (f"{n}.data_ptr()" if on_gpu else n for n in numbered)
     lines.append(f"{_listed(numbered.values())} = {_listed(taken)}")
     if len(places) > 1:
@@ -112,12 +162,19 @@ def compile_follow(plan: LaunchPlan) -> Plan:
     ]
     return signature.written(
         "follow",
-        "def follow(_args, _given):\n"
-        "    if _given is not None:\n"
-        "        return _plan.follow_any(_args, _given)\n"
-        + "".join(f"    {line}\n" for line in lines),
+        "def follow(_args, _given):\n" + "".join(f"    {line}\n" for line in lines),
         {"_plan": plan, "_allocate": op.allocate, "_launch": plan.launch},
     )
+
+
+def _scope(op: Op | None) -> dict[str, Any]:
+    return {
+        **signature.SCOPE,
+        "_op": op,
+        "_modes": torch._C._len_torch_dispatch_stack,
+        "_surrounding": selection.current.get,
+        "_layouts": signature.layouts,
+    }
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import fp8
+from ...ops import fp8, selection
 from ...ops.adaln import ADALN_LAYERNORM, ADALN_RMSNORM
 from ...ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
 from ...ops.layernorm import LAYERNORM
@@ -17,6 +17,7 @@ from ..check import declined, site
 from ..eight_bit_rows import Makers
 from .channels import ChannelPlaces
 from .places import CHANGES_DTYPE, Part, modulated
+from .side_by_side import JOINT_NORM, JOINT_RESIDUAL
 
 # such rows at::mean sums in another order; and eager keeps their layout, which the convolutions of
 # a VAE want: LTX-Video's decoded 49 frames in 69 ms so, and in 98 with rows made contiguous (H200)
@@ -85,6 +86,26 @@ class NormPlaces(ChannelPlaces):
             return ADALN_LAYERNORM(x, weight, scale, shift, bias, eps, exact=exact, backend=backend)
 
         return site(name, eager, kernel)
+
+    def joint_norm_modulate(
+        self, module: Any, streams: tuple[Tensor, Tensor], scale: Tensor, shift: Tensor
+    ) -> Tensor | None:
+        """norm(streams) * (1 + scale) + shift of two streams of tokens, one behind the other, in a
+        graph of torch.compile without gradients; None where they have to be joined before it."""
+        read = self._read("", module, streams[0], scale, shift, streams[1])
+        if read is None or read[0].kind != "layer" or read[0].chain == "wan":
+            return None
+        _, weight, bias, eps = read
+        exact, backend = self._how(streams[0], "diffusers")
+        how = exact or "", backend or selection.traced()
+        return JOINT_NORM(*streams, weight, scale, shift, bias, eps, *how)
+
+    def joint_residual(self, streams: tuple[Tensor, Tensor], x: Tensor, gate: Tensor) -> Tensor:
+        """streams + x * gate, where `joint_norm_modulate` did not join them."""
+        if x.dtype != streams[0].dtype:
+            return self.residual(torch.cat(streams, dim=1), x, gate)
+        exact, backend = self._how(x, "diffusers")
+        return JOINT_RESIDUAL(*streams, x, gate, exact or "", backend or selection.traced())
 
     def residual_norm(
         self,

@@ -82,9 +82,21 @@ def in_turn(layers: Iterable[Any], x: Tensor) -> Tensor:
 
 def product(layer: Any, x: Tensor) -> Tensor:
     """layer(x); a plain Linear by the algorithm that is fastest among those that give its bits."""
-    if torch.compiler.is_compiling() or not may_go_around((layer,)):
+    if torch.compiler.is_compiling():
+        return products.CHOSEN(x, layer.weight, layer.bias) if _chooses(layer, x) else layer(x)
+    if not may_go_around((layer,)):
         return layer(x)
     return algorithms.linear(x, layer.weight, layer.bias)
+
+
+def _chooses(layer: Any, x: Tensor) -> bool:
+    """Whether such a product is an op of a graph, which finds its algorithm when it runs."""
+    if torch.is_grad_enabled() or not products.chooses(x.device.type, x.device.index):
+        return False
+    if torch.is_autocast_enabled(x.device.type) or not may_go_around((layer,)):
+        return False
+    plain = type(x) is Tensor and type(layer.weight) is nn.Parameter
+    return plain and layer.weight.dtype == x.dtype
 
 
 def may_go_around(layers: Sequence[Any]) -> bool:

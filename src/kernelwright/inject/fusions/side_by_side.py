@@ -7,14 +7,15 @@ an op of its own in a graph, which makes the whole tensor and runs the kernels o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops import library
+from ...ops.adaln import ADALN_LAYERNORM
 from ...ops.gelu import GELU
 from ...ops.qk_norm_rope import QK_NORM_ROPE
+from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 
 
@@ -57,6 +58,50 @@ def joint(parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
+def whole(streams: Sequence[Tensor]) -> Tensor:
+    """The same of two streams, to be read only: where they lie, if one lies behind the other."""
+    first, second = streams
+    tokens, step = first.shape[1] + second.shape[1], first.stride(1)
+    behind = first.data_ptr() + first.shape[1] * step * first.element_size()
+    if (
+        second.data_ptr() != behind
+        or first.stride() != second.stride()
+        or first.dtype != second.dtype
+        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        or (first.shape[0] > 1 and first.stride(0) < tokens * step)
+    ):
+        return joint(streams)
+    return first.as_strided((first.shape[0], tokens, first.shape[2]), first.stride())
+
+
+def joint_norm(
+    left: Tensor,
+    right: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    exact: str,
+    backend: str,
+) -> Tensor:
+    """layernorm * (1 + scale) + shift of two streams, one behind the other."""
+    operands = whole((left, right)), weight, scale, shift, bias, eps
+    return ADALN_LAYERNORM.run(*operands, None, exact or None, backend or None, False)
+
+
+def joint_residual(
+    left: Tensor, right: Tensor, x: Tensor, gate: Tensor | None, exact: str, backend: str
+) -> Tensor:
+    """[left, right] + x * gate"""
+    operands = whole((left, right)), x, gate
+    return GATED_RESIDUAL.run(*operands, None, exact or None, backend or None, False)
+
+
+def _both(left: Tensor, right: Tensor, *_: object) -> Tensor:
+    return left.new_empty((left.shape[0], left.shape[1] + right.shape[1], left.shape[2]))
+
+
 def joint_qk(
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],
@@ -73,39 +118,55 @@ def joint_qk(
     and turned by tables [tokens of all, dim]. `each`: one launch for each norm."""
     query, key = _joint(queries, keys)
     sizes = [q.shape[1] for q in queries]
-    places = zip(query.split(sizes, dim=1), key.split(sizes, dim=1), strict=True)
-    how: dict[str, Any] = {"exact": exact or None, "backend": backend or None}
+    places = zip(query.split_with_sizes(sizes, 1), key.split_with_sizes(sizes, 1), strict=True)
+    how = exact or None, backend or None, False
     start = 0
     for i, (q_out, k_out) in enumerate(places):
         q, k, q_weight, k_weight = queries[i], keys[i], q_weights[i], k_weights[i]
         if each:
-            RMSNORM(q, q_weight, eps[i], out=q_out, **how)
-            RMSNORM(k, k_weight, eps[i], out=k_out, **how)
+            RMSNORM.run(q, q_weight, eps[i], q_out, *how)
+            RMSNORM.run(k, k_weight, eps[i], k_out, *how)
         else:
             here = slice(start, start + sizes[i])
             tables = (None, None) if cos is None or sin is None else (cos[here], sin[here])
             operands = q, k, q_weight, k_weight, *tables, eps[i], False, "interleaved"
-            QK_NORM_ROPE(*operands, out=(q_out, k_out), **how)
+            QK_NORM_ROPE.run(*operands, (q_out, k_out), *how)
         start += sizes[i]
     return query, key
 
 
 def _joint(queries: Sequence[Tensor], keys: Sequence[Tensor], *_: object) -> tuple[Tensor, Tensor]:
-    tokens = sum(q.shape[1] for q in queries)
-    q, k = (t[0].new_empty((t[0].shape[0], tokens, *t[0].shape[2:])) for t in (queries, keys))
-    return q, k
+    tokens = sum([q.shape[1] for q in queries])
+    q, k = queries[0], keys[0]
+    return (
+        q.new_empty((q.shape[0], tokens, *q.shape[2:])),
+        k.new_empty((k.shape[0], tokens, *k.shape[2:])),
+    )
 
 
-GELU_BESIDE = library.define(
+GELU_BESIDE = library.define_unrecorded(
     "gelu_beside",
     "(Tensor left, Tensor x, bool tanh, str exact, str backend) -> Tensor",
     gelu_beside,
     _rows,
 )
-JOINT_QK = library.define(
+JOINT_QK = library.define_unrecorded(
     "joint_qk",
     "(Tensor[] queries, Tensor[] keys, Tensor[] q_weights, Tensor[] k_weights, float[] eps, "
     "Tensor? cos, Tensor? sin, str exact, str backend, bool each) -> (Tensor, Tensor)",
     joint_qk,
     _joint,
+)
+JOINT_NORM = library.define_unrecorded(
+    "joint_norm",
+    "(Tensor left, Tensor right, Tensor? weight, Tensor? scale, Tensor? shift, Tensor? bias, "
+    "float eps, str exact, str backend) -> Tensor",
+    joint_norm,
+    _both,
+)
+JOINT_RESIDUAL = library.define_unrecorded(
+    "joint_residual",
+    "(Tensor left, Tensor right, Tensor x, Tensor? gate, str exact, str backend) -> Tensor",
+    joint_residual,
+    _both,
 )

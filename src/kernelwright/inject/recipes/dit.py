@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import handoff
 from ..fusions import Fusions, hooked_now
+from ..fusions.whole import total
 from ..recipe import Forward, Patch, Recipe, full_name
 
 BLOCK = "diffusers.models.attention.BasicTransformerBlock"
@@ -99,7 +100,7 @@ def modulation(
         norm = block.norm1
         parts = norm.linear(norm.silu(norm.emb(timestep, class_labels, hidden_dtype=rows.dtype)))
         return parts.unsqueeze(1).chunk(6, dim=2)
-    return (block.scale_shift_table + timestep.reshape(rows.shape[0], 6, -1)).chunk(6, dim=1)
+    return total(block.scale_shift_table, timestep.reshape(rows.shape[0], 6, -1)).chunk(6, dim=1)
 
 
 def is_block(*norm_types: str) -> Callable[[nn.Module], bool | str]:

@@ -18,6 +18,7 @@ from ..fusions import QKV, TEXT_QKV, Fusions
 from ..fusions.projections import in_turn
 from ..fusions.side_by_side import joint
 from ..recipe import Forward, Patch, Recipe
+from ..slots import hooked
 from ._joint import QUIET, Rotary, Stream, joint_qk
 from .adaln import adapted, is_adaptive
 
@@ -87,12 +88,15 @@ def single_block(fuse: Fusions) -> Forward:
         joint_attention_kwargs: Arguments = None,
     ) -> tuple[Tensor, Tensor]:
         words = encoder_hidden_states.shape[1]
-        opened = handoff.take(self, hidden_states, encoder_hidden_states, temb)
-        if opened is None:
-            tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-            rows, gate = self.norm(tokens, emb=temb)
-        else:
+        streams = encoder_hidden_states, hidden_states
+        tokens = None
+        if (opened := handoff.take(self, hidden_states, encoder_hidden_states, temb)) is not None:
             tokens, (rows, gate) = opened
+        elif (normed := normed_apart(fuse, self.norm, streams, temb)) is not None:
+            rows, gate = normed
+        else:
+            tokens = torch.cat(streams, dim=1)
+            rows, gate = self.norm(tokens, emb=temb)
         turned = self.attn(
             hidden_states=rows,
             image_rotary_emb=image_rotary_emb,
@@ -101,6 +105,9 @@ def single_block(fuse: Fusions) -> Forward:
         branch = fuse.joined_linear(self.proj_out, turned, self.proj_mlp, self.act_mlp, rows)
         gate = gate[:, None]
 
+        if tokens is None:
+            tokens = bounded(fuse.joint_residual(streams, branch, gate))
+            return tokens[:, :words], tokens[:, words:]
         after = following(self, tokens, temb)
         if after is None:
             tokens = bounded(fuse.residual(tokens, branch, gate))
@@ -111,6 +118,18 @@ def single_block(fuse: Fusions) -> Forward:
         return encoder_hidden_states, hidden_states
 
     return forward
+
+
+def normed_apart(
+    fuse: Fusions, norm: Any, streams: tuple[Tensor, Tensor], temb: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The norm of both streams and their gate, if a graph may do without joining them."""
+    traced = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if not traced or hooked(norm) or not is_adaptive(norm, temb):
+        return None
+    shift, scale, gate = norm.linear(norm.silu(temb)).chunk(3, dim=1)
+    rows = fuse.joint_norm_modulate(norm.norm, streams, scale[:, None], shift[:, None])
+    return None if rows is None else (rows, gate)
 
 
 def following(block: Any, tokens: Tensor, temb: Tensor) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import handoff
 from ..fusions import QKV, Fusions
 from ..fusions.projections import in_turn
+from ..fusions.whole import total
 from ..recipe import Forward, Patch, Recipe
 from ..tables import narrow
 
@@ -91,7 +92,8 @@ def modulations(blocks: Iterable[Any], temb: Tensor) -> dict[int, tuple[Tensor, 
 
 def added(table: Tensor, temb: Tensor) -> Tensor:
     """table [..., 6, width] + temb [batch, tokens, 6 * width]"""
-    return table + temb.unflatten(2, (table.shape[-2], -1))
+    parts = temb.unflatten(2, (table.shape[-2], -1))
+    return total(table, parts) if temb.shape[1] == 1 else table + parts
 
 
 def attention(fuse: Fusions) -> Forward:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
+from ..fusions.projections import product
 from ..fusions.side_by_side import joint
 from ..recipe import Forward, Patch, Recipe, full_name
 from ._joint import QUIET, Stream, joint_qk
@@ -136,7 +137,7 @@ def attend(
     if encoder_hidden_states is None:
         return image
     text = rows[:, tokens:]
-    return image, text if attn.context_pre_only else attn.to_add_out(text)
+    return image, text if attn.context_pre_only else product(attn.to_add_out, text)
 
 
 RECIPE = Recipe(

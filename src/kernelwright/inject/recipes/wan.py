@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import handoff
 from ..fusions import QKV, Fusions
 from ..fusions.projections import in_turn
+from ..fusions.whole import total
 from ..recipe import Forward, Patch, Recipe
 
 MODULE = "diffusers.models.transformers.transformer_wan"
@@ -70,7 +71,8 @@ def modulation(block: Any, temb: Tensor) -> tuple[Tensor, ...]:
         temb = temb.float()
     if temb.ndim == 3:
         temb = temb.unsqueeze(1)
-    return (table.unsqueeze(0) + temb).unbind(2)
+    table = table.unsqueeze(0)
+    return (total(table, temb) if temb.shape[1] == 1 else table + temb).unbind(2)
 
 
 def attention(fuse: Fusions) -> Forward:

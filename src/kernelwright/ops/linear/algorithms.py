@@ -158,7 +158,7 @@ def _may_choose(x: Any, weight: Any, bias: Any) -> bool:
         and weight.ndim == 2
         and 2 * x.numel() * weight.shape[0] >= LEAST_FLOP
         and _on.get()
-        and _serves(x.device)
+        and serves(x.device)
         and not (torch.is_grad_enabled() and _needs_grad(x, weight, bias))
         and not _watched()
         and selection.current.get() != "torch"
@@ -182,7 +182,7 @@ def _watched() -> bool:
 
 
 @functools.cache
-def _serves(device: torch.device) -> bool:
+def serves(device: torch.device) -> bool:
     """GPUs on which it was measured."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) == (9, 0)
