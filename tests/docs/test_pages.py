@@ -32,9 +32,9 @@ def test_what_readme_says_in_words_holds_in_the_results():
     (device,) = devices(read([gen.RESULTS / "h200" / "models"]))
     whole = [m for m in device.models if m.row("exact") and m.row("compile")]
     rows = {m.rows[0].workload.model: m.row for m in whole}
-    assert len(rows) == 11
+    assert len(rows) == 10
     both = {name: row("exact+compile") for name, row in rows.items() if row("exact+compile")}
-    assert len(both) == 10
+    assert len(both) == 9
     assert not any(row("compile").equal for row in rows.values())
     assert all(row("exact").equal for row in rows.values())
     assert all(row("compile").first_s > row("exact").first_s for row in rows.values())
@@ -47,7 +47,9 @@ def test_what_readme_says_in_words_holds_in_the_results():
         "pixart",
     }
     better = {n: min(rows[n]("exact").ms, rows[n]("compile").ms) for n in both}
-    assert {name for name, row in both.items() if row.ms < better[name]} == {"falcon-7b"}
+    faster = {"falcon-7b", "flux-dev"}
+    assert {name for name, row in both.items() if row.ms < better[name]} == faster
+    assert all(both[name].ms < 1.015 * better[name] for name in ("ltx-video", "sd3.5-medium"))
     assert 0.99 < rows["falcon-7b"]("exact").ms / rows["falcon-7b"]("eager").ms < 1.01
     for name in ("llama-3-8b", "mistral-7b", "qwen3-8b"):
         assert 0.95 < rows[name]("exact").ms / rows[name]("compile").ms < 1.05

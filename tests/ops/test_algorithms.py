@@ -296,3 +296,15 @@ def test_the_report_counts_and_names(pretend):
     assert str(algorithms.decisions()[0]) == (
         "6 x 32 to 16 + bias in bfloat16: 80 us, 100 by PyTorch's algorithm"
     )
+
+
+def test_a_search_that_fails_is_no_reason_for_a_product_to_fail(pretend, monkeypatch):
+    pretend(Known(80))
+
+    def broken(*_):
+        raise RuntimeError("no such thing\nat all")
+
+    monkeypatch.setattr(choosing, "_plain_into", broken)
+    x, weight, bias = operands()
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert decided().why == "trying others failed: no such thing"
