@@ -35,7 +35,7 @@ PLACED = ("x", "residual", "gate", "scale", "shift", "out_gate", "y", "sum")
 class RowKernel:
     """Which argument of the op is which part of the row kernel. `norm` is "rms", "layer", "none",
     or the name of the argument that says so. `eight` and `eight_scale` are the result once more in
-    eight bits (float8 e4m3, a scale a row), made by Triton where the argument `wanted` says so."""
+    eight bits (float8 e4m3, a scale a row), made where the argument `wanted` says so."""
 
     norm: str
     x: str = "input"
