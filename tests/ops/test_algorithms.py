@@ -9,6 +9,7 @@ from cublaslt_on_cpu import NOT_SUPPORTED, Known, decided, operands
 
 from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
 from kernelwright.ops.linear.algorithms import linear
+from kernelwright.ops.linear.plain import plain, plain_into
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -304,7 +305,16 @@ def test_a_search_that_fails_is_no_reason_for_a_product_to_fail(pretend, monkeyp
     def broken(*_):
         raise RuntimeError("no such thing\nat all")
 
-    monkeypatch.setattr(choosing, "_plain_into", broken)
+    monkeypatch.setattr(choosing, "plain_into", broken)
     x, weight, bias = operands()
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
     assert decided().why == "trying others failed: no such thing"
+
+
+@pytest.mark.parametrize("how", ["bare", "bias", "gelu"])
+def test_torch_gives_the_same_in_memory_that_is_there(how):
+    x, weight, bias = operands((2, 3), bias=how != "bare")
+    expected = plain(x, weight, bias, how == "gelu")
+    out = torch.empty_like(expected)
+    plain_into(out, x, weight, bias, how == "gelu")
+    assert torch.equal(out, expected)

@@ -28,7 +28,8 @@ from torch.autograd import forward_ad
 from .. import selection
 from ..signature import PLAIN
 from . import choosing
-from .choosing import MISALIGNED, Decision, aligned, choose, plain
+from .choosing import MISALIGNED, Decision, aligned, choose
+from .plain import plain
 
 # about 40 us on an H200 at 600 TFLOP/s. of a shorter product 2% is less than a microsecond, and its
 # launch weighs as much as the choice of its algorithm

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .cublaslt import (
@@ -24,6 +23,7 @@ from .cublaslt import (
     Shape,
     load,
 )
+from .plain import plain_into
 
 # a person who waits for a first result does not notice so much, ten or twenty times over
 MICROSECONDS = 60_000
@@ -88,26 +88,6 @@ class Decision:
         return f"{self.product}: {self.us:.0f} us, {self.torch_us:.0f} by PyTorch's algorithm"
 
 
-def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    """PyTorch's own: F.linear, or with GELU in the epilogue."""
-    if not gelu:
-        return F.linear(x, weight, bias)
-    assert bias is not None
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
-    return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def _plain_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    """The same kernels, into memory that is there already."""
-    rows, to = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-    if bias is None:
-        return torch.mm(rows, weight.t(), out=to)
-    if gelu:
-        return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True, out=to)
-    return torch.addmm(bias, rows, weight.t(), out=to)
-
-
 def choose(
     x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor
 ) -> Decision:
@@ -145,7 +125,7 @@ def _fastest(
     if not (_tells(x) and _tells(weight)):
         raise Refused("it was first asked for with zeros, on which all agree")
     out = torch.empty_like(expected)
-    by_torch = functools.partial(_plain_into, out, x, weight, bias, gelu)
+    by_torch = functools.partial(plain_into, out, x, weight, bias, gelu)
     begin = time.perf_counter()
     (once,) = readings([by_torch], 1)
     most = int(MICROSECONDS / once / (1 + LEAST_ROUNDS)) - 1

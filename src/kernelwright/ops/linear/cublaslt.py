@@ -168,21 +168,24 @@ class Product:
     def again(self, found: Any, bias: int) -> list[Algorithm]:
         """An algorithm that was found for another product, if it can compute this one."""
         checked = Found()
-        status = self.library.functions.cublasLtMatmulAlgoCheck(
+        functions = self.library.functions
+        status = functions.cublasLtMatmulAlgoCheck(*self._asked(bias), byref(found), byref(checked))
+        if status or checked.workspace > WORKSPACE:
+            return []
+        usable = Found.from_buffer_copy(found)
+        usable.workspace = checked.workspace
+        return [Algorithm(self, usable)]
+
+    def _asked(self, bias: int) -> tuple[Any, ...]:
+        """The product, as questions about it begin."""
+        return (
             self.library.handle,
             self.description(bias),
             self.weight,
             self.x,
             self.out,
             self.out,
-            byref(found),
-            byref(checked),
         )
-        if status or checked.workspace > WORKSPACE:
-            return []
-        usable = Found.from_buffer_copy(found)
-        usable.workspace = checked.workspace
-        return [Algorithm(self, usable)]
 
     def _named(self, bias: int) -> list[Found]:
         preference = self.library.make("MatmulPreference")
@@ -191,12 +194,7 @@ class Product:
         found, count = (Found * ASKED)(), ctypes.c_int()
         self.library.ask(
             "cublasLtMatmulAlgoGetHeuristic",
-            self.library.handle,
-            self.description(bias),
-            self.weight,
-            self.x,
-            self.out,
-            self.out,
+            *self._asked(bias),
             preference,
             ASKED,
             found,

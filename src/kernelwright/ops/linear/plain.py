@@ -1,0 +1,27 @@
+"""Products as PyTorch computes them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    """PyTorch's own: F.linear, or with GELU in the epilogue."""
+    if not gelu:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def plain_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    """The same kernels, into memory that is there already."""
+    rows, to = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=to)
+    if gelu:
+        return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True, out=to)
+    return torch.addmm(bias, rows, weight.t(), out=to)
