@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kernelwright.bench import published
 from kernelwright.report.figures import Device, Model, devices
 from kernelwright.report.markup import Html, joined, tag
 from kernelwright.report.png import COLOURS
 from kernelwright.report.reading import Results, read
-from kernelwright.report.rows import ModelRow, OpRow
+from kernelwright.report.rows import OpRow, Workload
 
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
 LABEL, BAR, WIDTH, TOP, LINE = 236, 330, 760, 64, 42
@@ -151,30 +152,29 @@ def first_results(results: Path) -> str:
     """Seconds to the first result of each model. Where new processes were timed: with empty caches,
     with warm ones, and how long the first forward at another size takes against the second."""
     files, device = _device(results / "models")
-    timed_files, timed = _device(results / "first")
-    apart = {model.title: model for model in timed.models}
+    (alone,) = read([results / "first.json"])
+    processes = {(_title(values), values["config"]): values for values in alone.others}
     shown = ("eager", "compile", "exact", "exact+graphs", "fused")
     lines = [f"| first forward, s | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
     for model in device.models:
         cells = []
         for config in shown:
-            row = apart[model.title].row(config) if model.title in apart else None
-            if row is None or row.cold_s is None:
-                row = model.row(config)
-            cells.append(_first(row) if row else "–")
+            row, timed = model.row(config), processes.get((model.title, config))
+            first = f"{row.first_s:.1f}" if row and row.first_s is not None else "–"
+            cells.append(_of_processes(timed) if timed else first)
         lines.append(f"| `{model.title}` | {' | '.join(cells)} |")
-    processes = ", ".join(sorted({(f.environment.commit or "unknown")[:7] for f in timed_files}))
-    about = f"{_about(files)} Processes of their own: commit {processes}."
+    about = f"{_about(files)} Processes of their own: commit {alone.environment.commit}."
     return "\n".join([*lines, "", about])
 
 
-def _first(row: ModelRow) -> str:
-    if row.cold_s is not None and row.warm_s is not None:
-        told = f"{row.cold_s:.1f} cold, {row.warm_s:.1f} warm"
-        if row.other_first_s and row.other_second_s:
-            told += f", {row.other_first_s / row.other_second_s:.1f}× another size"
-        return told
-    return f"{row.first_s:.1f}" if row.first_s is not None else "–"
+def _title(values: dict[str, Any]) -> str:
+    sizes = tuple(values["sizes"].items())
+    return Workload(values["model"], sizes, values["dtype"], values["tiny"]).title
+
+
+def _of_processes(values: dict[str, Any]) -> str:
+    times = values["other_first_s"] / values["other_second_s"]
+    return f"{values['cold_s']:.1f} cold, {values['warm_s']:.1f} warm, {times:.1f}× another size"
 
 
 def hub_calls(results: Path) -> str:
