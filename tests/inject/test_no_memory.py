@@ -12,7 +12,8 @@ import kernelwright as kw
 from inject.harness import run
 from kernelwright import models
 from kernelwright.inject import check, contract
-from kernelwright.inject.check import Checker, set_now, site
+from kernelwright.inject.check import set_now, site
+from kernelwright.inject.first_sight import Checker
 
 
 class Full(nn.Module):

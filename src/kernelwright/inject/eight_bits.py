@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from ..ops import fp8
 from ..ops.fp8.reference import ACTIVATIONS
 from . import adapters, contract
-from .check import Checker, Finding, current
+from .check import current
 from .eight_bit_rows import Makers, rows_of
 from .eight_bit_weights import Pack, Quantised, quantise
+from .first_sight import Checker, Finding
 from .graphs.capture import capturing, depend, keep
 from .recipe import Forward
 from .signature import written

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from . import handoff, norms, slots
-from .check import Checker, current
+from .check import current
 from .eight_bits import DOES, EightBits, check_device, unfit
+from .first_sight import Checker
 from .fusions import Fusions
 from .recipe import Chain, Forward, Patch, full_name, recipes
 from .report import Line, Report

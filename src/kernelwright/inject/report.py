@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .check import Checker, Finding
+from .first_sight import Checker, Finding
 
 if TYPE_CHECKING:
     from .graphs import Graphs

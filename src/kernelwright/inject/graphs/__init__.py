@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..check import Random, equal
+from ..check import equal
+from ..first_sight import Random
 from .call import Call, check_surroundings, listed
 from .capture import Captured, capturing, keep, relocations
 from .memory import Refusal
