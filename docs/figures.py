@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,8 @@ def first_results(results: Path) -> str:
         cells = []
         for config in shown:
             row, timed = model.row(config), processes.get((model.title, config))
+            if timed is None and row and row.cold_s is not None:
+                timed = asdict(row)
             first = f"{row.first_s:.1f}" if row and row.first_s is not None else "–"
             cells.append(_of_processes(timed) if timed else first)
         lines.append(f"| `{model.title}` | {' | '.join(cells)} |")

@@ -160,7 +160,7 @@ ADALN_RMSNORM = Op(
     kernels=RowKernel(norm="rms", weight="weight", scale="scale", shift="shift"),
     cases=cases.ADALN_RMSNORM,
     sized=cases.sized_rmsnorm,
-    prefer=lambda input, *_: by_width(input),
+    prefer=by_width,
 )
 
 ADALN_LAYERNORM = Op(
@@ -177,7 +177,7 @@ ADALN_LAYERNORM = Op(
     kernels=RowKernel(norm="layer", weight="weight", bias="bias", scale="scale", shift="shift"),
     cases=cases.ADALN_LAYERNORM,
     sized=cases.sized_layernorm,
-    prefer=lambda input, *_: by_width(input),
+    prefer=by_width,
 )
 
 ADALN_ZERO = Op(
@@ -194,5 +194,5 @@ ADALN_ZERO = Op(
     kernels=RowKernel(norm="rms", weight="weight", scale="scale", shift="shift", out_gate="gate"),
     cases=cases.ADALN_ZERO,
     sized=cases.sized_zero,
-    prefer=lambda input, *_: by_width(input),
+    prefer=by_width,
 )

@@ -59,7 +59,7 @@ __device__ __forceinline__ void eight(const EightArgs& a) {
       if constexpr (GATED)
         if (!LEFT || c >= LEFT) gate[k].load(up + c);
     }
-  float value[S::K][V], largest = 0.f;
+  float value[S::K][V];
 #pragma unroll
   for (int k = 0; k < S::K; k++)
     if (S::inside(k)) {
@@ -70,17 +70,10 @@ __device__ __forceinline__ void eight(const EightArgs& a) {
         float f = Act::of(v);
         if constexpr (GATED) f *= gate[k].get(i);
         value[k][i] = plain ? v : f;
-        largest = fmaxf(largest, fabsf(value[k][i]));
       }
     }
-  const EightScale scale(row_largest<THREADS>(largest, shared));
-  if (!live) return;
-  unsigned char* y = (unsigned char*)a.y + at.offset(a.at_y);
-#pragma unroll
-  for (int k = 0; k < S::K; k++)
-    if (S::inside(k))
-      store_eight<V>(y + S::vector(k) * V, [&](int i) { return value[k][i] * scale.in; });
-  if (S::thread() == 0) ((float*)a.scale)[number] = scale.out;
+  write_eight<S>([&](int k, int i) { return value[k][i]; }, live, (unsigned char*)a.y + at.offset(a.at_y),
+                 (float*)a.scale + number, shared);
 }
 
 }  // namespace kernelwright

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
+from ..row import check_eight_bits
 from ..rows import rows_of, vector_width
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ WARP, BLOCK, MAX_THREADS = 32, 128, 1024
 
 def plan(call: Call) -> CudaLaunch:
     x, up, left, out = (call[n] for n in ("x", "up", "left", "out"))
-    if call.target.capability < (8, 9):
-        raise Unsupported("eight-bit floats need compute capability 8.9")
+    check_eight_bits(call)
     width, left_width = x.shape[-1], 0 if left is None else left.shape[-1]
     if not width or (left is not None and not left_width):
         raise Unsupported("a part of its rows is empty")

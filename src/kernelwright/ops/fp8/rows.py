@@ -111,7 +111,7 @@ NORM_QUANTIZE = Op(
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width)},
     outputs=("out", "eight", "eight_scale"),
-    prefer=lambda x, *_: by_width(x),
+    prefer=by_width,
     internal=True,
 )
 
@@ -132,7 +132,7 @@ RESIDUAL_NORM_QUANTIZE = Op(
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width)},
     outputs=("out", "total", "eight", "eight_scale"),
-    prefer=lambda residual, *_: by_width(residual),
+    prefer=by_width,
     internal=True,
 )
 
@@ -150,6 +150,6 @@ RESIDUAL_QUANTIZE = Op(
     cases=(),
     sized=lambda inputs, rows, width, chain: {"x": inputs.normal(rows, width)},
     outputs=("out", "eight", "eight_scale"),
-    prefer=lambda residual, *_: by_width(residual),
+    prefer=by_width,
     internal=True,
 )

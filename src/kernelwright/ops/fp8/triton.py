@@ -14,6 +14,7 @@ import triton.language as tl
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch
 from ..glu.triton import activate
+from ..row import check_eight_bits
 from ..row.triton import eight_bit_scales, head_and_tail, load, locate, place
 from ..rows import rows_of
 
@@ -122,8 +123,7 @@ def plan(call: Call) -> TritonLaunch:
         raise Unsupported(f"rows of {out.shape[-1]} elements, the kernel holds {WIDEST}")
     if not width or (left is not None and not left_width):
         raise Unsupported("a part of its rows is empty")
-    if call.target.capability < (8, 9):
-        raise Unsupported("eight-bit floats need compute capability 8.9")
+    check_eight_bits(call)
     rows = rows_of(out.shape, [x, up, left, out])
     sizes, strides = rows.padded()
     head, tail = head_and_tail(width)

@@ -57,5 +57,5 @@ LAYERNORM = Op(
     kernels=RowKernel(norm="layer", weight="weight", bias="bias"),
     cases=cases.LAYERNORM,
     sized=cases.sized,
-    prefer=lambda input, *_: by_width(input),
+    prefer=by_width,
 )

@@ -128,7 +128,7 @@ GATED_RESIDUAL = Op(
     kernels=RowKernel(norm="none", x="x", residual="residual", gate="gate", sum="out", y=""),
     cases=cases.GATED_RESIDUAL,
     sized=cases.sized,
-    prefer=lambda residual, *_: by_width(residual),
+    prefer=by_width,
 )
 
 GATED_RESIDUAL_NORM = Op(
@@ -154,5 +154,5 @@ GATED_RESIDUAL_NORM = Op(
     ),
     cases=cases.GATED_RESIDUAL_NORM,
     sized=cases.sized_norm,
-    prefer=lambda residual, *_: by_width(residual),
+    prefer=by_width,
 )

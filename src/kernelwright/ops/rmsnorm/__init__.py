@@ -89,7 +89,7 @@ RMSNORM = Op(
     kernels=RowKernel(norm="rms", weight="weight"),
     cases=cases.RMSNORM,
     sized=cases.sized,
-    prefer=lambda input, *_: by_width(input),
+    prefer=by_width,
 )
 
 RMSNORM_RESIDUAL = Op(
@@ -108,5 +108,5 @@ RMSNORM_RESIDUAL = Op(
     kernels=RowKernel(norm="rms", residual="residual", weight="weight", sum="residual_out"),
     cases=cases.RMSNORM_RESIDUAL,
     sized=cases.sized_residual,
-    prefer=lambda input, *_: by_width(input),
+    prefer=by_width,
 )

@@ -12,7 +12,7 @@ of its arguments plays which part.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -125,11 +125,16 @@ class RowCall:
         return found.pop() if found else self.x.dtype
 
 
-def by_width(x: Tensor) -> tuple[str, ...]:
-    """Backends for rows like x. On H200 CUDA is level with Triton at widths of 2048 and 4096, and
-    faster at 1536 and 3072 (gated_residual_norm: 26.4 against 28.7 us at 2x4096x1536, 29.5 against
-    31.6 at 4608x3072), and a kernel that is new compiles in a tenth of the time. Triton has heads
-    of 128 (15.5 against 16.2 us at 4608x24x128)."""
+def check_eight_bits(call: Call) -> None:
+    if call.target.capability < (8, 9):
+        raise Unsupported("eight-bit floats need compute capability 8.9")
+
+
+def by_width(x: Tensor, *_: Any) -> tuple[str, ...]:
+    """Backends for an op whose first argument has rows like x. On H200 CUDA is level with Triton at
+    widths of 2048 and 4096, and faster at 1536 and 3072 (gated_residual_norm: 26.4 against 28.7 us
+    at 2x4096x1536, 29.5 against 31.6 at 4608x3072), and a kernel that is new compiles in a tenth of
+    the time. Triton has heads of 128 (15.5 against 16.2 us at 4608x24x128)."""
     return ("cuda", "triton") if 1024 <= x.shape[-1] <= 4096 else ("triton", "cuda")
 
 

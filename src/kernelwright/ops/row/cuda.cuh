@@ -111,20 +111,8 @@ __device__ __forceinline__ void row(const RowArgs& a) {
   // asked while it runs: the same code whether wanted or not, so the rows have the same bits
   auto in_eight_bits = [&] {
     if (!a.eight) return;
-    float largest = 0.f;
-#pragma unroll
-    for (int k = 0; k < K; k++)
-      if (S::inside(k))
-#pragma unroll
-        for (int i = 0; i < V; i++) largest = fmaxf(largest, fabsf(held[k].get(i)));
-    const EightScale scale(row_largest<S::THREADS>(largest, largest_of_warp));
-    if (!live) return;
-    unsigned char* eight = (unsigned char*)a.eight + number * S::N;
-#pragma unroll
-    for (int k = 0; k < K; k++)
-      if (S::inside(k))
-        store_eight<V>(eight + S::vector(k) * V, [&](int i) { return held[k].get(i) * scale.in; });
-    if (S::thread() == 0) ((float*)a.eight_scale)[number] = scale.out;
+    write_eight<S>([&](int k, int i) { return held[k].get(i); }, live,
+                   (unsigned char*)a.eight + number * S::N, (float*)a.eight_scale + number, largest_of_warp);
   };
   if constexpr (!(PARTS & NORMED)) {
     if constexpr (PARTS & EIGHT) in_eight_bits();

@@ -10,7 +10,7 @@ import torch
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
 from ..rows import vector_width
-from . import RowCall
+from . import RowCall, check_eight_bits
 from .order import Order, free_threads, mean_order, torch_order
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def plan(row: RowCall, call: Call) -> CudaLaunch:
     threads = order.threads or free_threads(width, vector, row.norm != "none")
     block = max(128, threads)
     if row.eight[0]:
-        if call.target.capability < (8, 9):
-            raise Unsupported("eight-bit floats need compute capability 8.9")
+        check_eight_bits(call)
         if -(-width // (vector * threads)) * vector * dtype.itemsize > HELD:
             raise Unsupported(f"rows of {width} elements do not fit its registers")
     parts = sum(bit for part, bit in BITS.items() if row.has(part))

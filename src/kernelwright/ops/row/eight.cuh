@@ -52,4 +52,23 @@ template <int V, class Value> __device__ __forceinline__ void store_eight(unsign
   }
 }
 
+// A row whose threads hold its elements, by value(k, i), and its scale. All threads of the block come
+// here; those of rows past the end are not `live`. `shared` has a float for each warp.
+template <class S, class Value>
+__device__ __forceinline__ void write_eight(Value value, bool live, unsigned char* y, float* scale, float* shared) {
+  float largest = 0.f;
+#pragma unroll
+  for (int k = 0; k < S::K; k++)
+    if (S::inside(k))
+#pragma unroll
+      for (int i = 0; i < S::V; i++) largest = fmaxf(largest, fabsf(value(k, i)));
+  const EightScale by(row_largest<S::THREADS>(largest, shared));
+  if (!live) return;
+#pragma unroll
+  for (int k = 0; k < S::K; k++)
+    if (S::inside(k))
+      store_eight<S::V>(y + S::vector(k) * S::V, [&](int i) { return value(k, i) * by.in; });
+  if (S::thread() == 0) *scale = by.out;
+}
+
 }  // namespace kernelwright
