@@ -14,6 +14,8 @@ from kernelwright import models
 from kernelwright.inject import check, contract
 from kernelwright.inject.check import set_now, site
 from kernelwright.inject.first_sight import Checker
+from kernelwright.ops.linear import algorithms
+from kernelwright.ops.linear.choosing import Decision
 
 
 class Full(nn.Module):
@@ -109,6 +111,19 @@ def test_a_site_that_cannot_be_compared_for_lack_of_memory_stays_eager():
         result = site("sum", lambda: Full.forward(module, x), lambda: fused(module, x))
     assert torch.equal(result, x + 1)
     assert off == {"sum": check.NO_MEMORY}
+
+
+def test_the_report_says_which_products_pytorch_kept_and_why(monkeypatch):
+    model = models.build("llama-3-8b", tiny=True)
+    why = Decision("6 x 32 to 16 in bfloat16", "there was no memory to try others")
+    with kw.injected(model) as report:
+        assert "another algorithm" not in str(report)
+        assert report.to_dict()["products"] == []
+        monkeypatch.setattr(algorithms, "_decisions", {"one": why})
+        said = " ".join(str(report).split())
+        assert "In this process 0 of 1 products by another algorithm than PyTorch's" in said
+        assert "1 not: there was no memory to try others." in said
+        assert report.to_dict()["products"] == [str(why)]
 
 
 def test_the_report_names_what_was_not_compared(monkeypatch):

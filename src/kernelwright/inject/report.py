@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..ops.linear import algorithms
 from .first_sight import Checker, Finding
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Report:
                 {"module": f.module, "inputs": f.inputs, "why": f.unchecked} for f in self.unchecked
             ],
             "compared": len(self.findings),
+            "products": [str(decision) for decision in algorithms.decisions()],
             "graphs": [g.describe() for g in self.graphs],
         }
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..ops.linear import algorithms
+
 if TYPE_CHECKING:
     from .report import Report
 
@@ -35,6 +37,8 @@ def render(report: Report) -> Iterator[Any]:
     for finding in report.unchecked:
         where = f"{finding.module} at {finding.inputs}"
         yield f"! {where}: not compared with eager: {finding.unchecked}"
+    if algorithms.decisions():
+        yield f"In this process {algorithms.describe()}."
     for graphs in report.graphs:
         yield graphs.describe()
 
