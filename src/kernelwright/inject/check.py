@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Forward = Callable[..., Any]
-NOTHING: dict[str, str] = {}
+NOTHING: dict[Any, Any] = {}
 DIFFERS = "differs from eager's"
 NO_MEMORY = "there was no memory for a second run beside it"
+# an operand with a smaller share of non-zeros cannot tell two orders of summation apart
+TELLING = 1 / 16
+
+
+class NotHere(RuntimeError):
+    """A backend that the person asked for by name cannot run where the model is."""
 
 
 class _Pass(threading.local):
@@ -25,11 +31,17 @@ class _Pass(threading.local):
     inside = False  # inside a forward of ours: what is called from it needs no check of its own
     comparing = False  # try each site against eager
     eight_bits = True  # off while a module is held to what "fused" promises
+    made_under: Any = None  # state and signature that hold for what is made now
     off: dict[str, str] = NOTHING  # sites of the running module that stay eager, and why
+    off_inside: Mapping[int, dict[str, str]] = NOTHING  # the same of all modules inside it, by id
+    stays: Mapping[int, str] = NOTHING  # modules that are not what their recipe is for, by id
+    adapted: frozenset[int] | set[int] = frozenset()  # layers with an adapter around them, by id
     notes: Counter[tuple[str, str]] | None = None  # what became of each site, while somebody asks
+    untold: set[str] | None = None  # sites that were compared on values that tell nothing
 
 
 current = _Pass()
+HERE = ("inside", "made_under", "off", "off_inside", "stays", "adapted")
 
 
 @contextmanager
@@ -45,32 +57,67 @@ def set_now(**values: Any) -> Iterator[None]:
             setattr(current, name, value)
 
 
+def as_here(make: Callable[[], Any]) -> Callable[[], Any]:
+    """`make` as it runs in the module that is running now, whenever it is called."""
+    values = {name: getattr(current, name) for name in HERE}
+
+    def again() -> Any:
+        with set_now(**values):
+            return make()
+
+    return again
+
+
 def eagerly() -> Any:
     """While this lasts, injected modules run their own forward."""
-    return set_now(eager=True, comparing=False, off=NOTHING, notes=None)
+    return set_now(eager=True, comparing=False, off=NOTHING, notes=None, untold=None)
 
 
 def equal(a: Any, b: Any) -> bool:
-    """torch.equal, over whatever a forward returns."""
+    """Whether two results have the same bits, over whatever a forward returns. A NaN is equal to a
+    NaN: their payloads are not computed with."""
     ours, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if torch.equal(a, b):
+        return True
+    return bool(torch.where(a.isnan(), b.isnan(), a == b).all())
 
 
-def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any]) -> Any:
+def tells(*values: Any) -> bool:
+    """Whether a comparison on these values says anything: zeros come out alike from any order of
+    summation, and NaN from anything."""
+    return all(_tells(v) for v in values if isinstance(v, Tensor) and v.is_floating_point())
+
+
+def _tells(t: Tensor) -> bool:
+    if t.numel() == 0:
+        return True
+    # a sum that is finite shows that every element is; this makes no tensor of their size
+    facts = torch.stack([torch.count_nonzero(t).double(), t.detach().sum(dtype=torch.float64)])
+    found, total = facts.tolist()
+    finite = total == total and abs(total) != float("inf")
+    return finite and found >= TELLING * t.numel()
+
+
+def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any], *operands: Any) -> Any:
     """One fused place of a forward: the kernel, unless first sight found that it cannot run here or
-    differs from eager."""
+    differs from eager. `operands` are what must not be zero for a comparison to prove anything."""
     if torch.compiler.is_compiling():
         return kernel()
     if current.off and name in current.off:
         return eager()
     if current.notes is None:
         return kernel()
+    # before the kernel, which may write over one of them
+    if current.untold is not None and not tells(*operands):
+        current.untold.add(name)
     try:
         result = kernel()
     except ValueError as no:  # an op says so before it launches anything
@@ -79,18 +126,17 @@ def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any]) -> Any:
     current.notes[name, "fused"] += 1
     if not current.comparing:
         return result
-    with set_now(comparing=False, notes=None):
+    with set_now(comparing=False, notes=None), torch.no_grad():
         try:
             expected = eager()
             if equal(result, expected):
                 return result
             why = DIFFERS
         except torch.OutOfMemoryError:
-            result, expected, why = None, None, NO_MEMORY
-        if expected is None:
-            expected = eager()
+            expected, why = None, NO_MEMORY
+    result = expected = None
     current.off[name] = why
-    return expected
+    return eager()
 
 
 def declined(name: str, why: str) -> None:

@@ -10,36 +10,29 @@ import torch
 from torch import Tensor
 
 from ..ops import fp8
-from . import adapters
+from .contents import Contents
+from .prompts import Made
 
 
 @dataclass
 class Quantised:
     """A layer as it was quantised. `good` is None as long as nobody has looked."""
 
-    address: int
-    version: int
-    moves: int
+    made: Made
     weight: Tensor
     scale: Tensor
     good: bool | None = None
 
-    def is_of(self, layer: Any) -> bool:
-        """Whether nobody has written to the layer's weight since."""
-        weight = layer.weight
-        return (
-            self.address == weight.data_ptr()
-            and self.version == weight._version
-            and self.moves == adapters.moves(layer)
-        )
+    def is_of(self, layer: Any, contents: Contents) -> bool:
+        """Whether this is the layer's weight still, and nobody has written to it since."""
+        return self.made.holds((layer.weight,), contents.epoch)
 
 
-def quantise(layer: Any) -> Quantised:
+def quantise(layer: Any, contents: Contents) -> Quantised:
     """A layer as it is now."""
-    adapters.watch(layer)
-    weight = layer.weight
-    facts = weight.data_ptr(), weight._version, adapters.moves(layer)
-    return Quantised(*facts, *fp8.quantize_weight(weight))
+    contents.note(layer.weight)
+    made = Made.of((layer.weight,), contents.epoch)
+    return Quantised(made, *fp8.quantize_weight(layer.weight))
 
 
 @dataclass
@@ -51,29 +44,35 @@ class Pack:
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
-    biases: list[tuple[int, int]]
+    biases: Made
 
     @staticmethod
-    def of(layers: Sequence[Any], quantised: Iterable[Quantised]) -> Pack:
+    def of(layers: Sequence[Any], quantised: Iterable[Quantised], contents: Contents) -> Pack:
         kept = tuple(quantised)
         # not every device can join eight-bit floats
         weight = torch.cat([k.weight.view(torch.uint8) for k in kept]).view(fp8.DTYPE)
         scale = torch.cat([k.scale for k in kept])
-        bias = None if layers[0].bias is None else torch.cat([m.bias.detach() for m in layers])
+        biases = _biases(layers)
+        for b in biases:
+            contents.note(b)
+        made = Made.of(biases, contents.epoch)
+        bias = torch.cat([b.detach() for b in biases]) if biases else None
         sizes = [m.out_features for m in layers]
         for k, w, s in zip(kept, weight.split(sizes), scale.split(sizes), strict=True):
             k.weight, k.scale = w, s
-        return Pack(kept, weight, scale, bias, _facts_of_biases(layers))
+        return Pack(kept, weight, scale, bias, made)
 
-    def is_of(self, layers: Sequence[Any], kept: Sequence[Quantised | None]) -> bool:
+    def is_of(
+        self, layers: Sequence[Any], kept: Sequence[Quantised | None], contents: Contents
+    ) -> bool:
         """Whether these layers, as they were quantised last, are the ones, and unchanged."""
         return (
             len(kept) == len(self.layers)
             and all(a is b for a, b in zip(kept, self.layers, strict=True))
-            and all(k.is_of(layer) for k, layer in zip(self.layers, layers, strict=True))
-            and self.biases == _facts_of_biases(layers)
+            and all(k.is_of(m, contents) for k, m in zip(self.layers, layers, strict=True))
+            and self.biases.holds(_biases(layers), contents.epoch)
         )
 
 
-def _facts_of_biases(layers: Sequence[Any]) -> list[tuple[int, int]]:
-    return [(b.data_ptr(), b._version) for b in (m.bias for m in layers) if b is not None]
+def _biases(layers: Sequence[Any]) -> list[Tensor]:
+    return [m.bias for m in layers if m.bias is not None]

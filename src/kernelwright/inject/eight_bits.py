@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from ..ops import fp8
 from ..ops.fp8.reference import ACTIVATIONS
-from . import adapters, contract
-from .check import current
+from . import contract, runs
+from .check import current, tells
+from .contents import Contents
 from .eight_bit_rows import Makers, rows_of
 from .eight_bit_weights import Pack, Quantised, quantise
 from .first_sight import Checker, Finding
@@ -62,6 +63,7 @@ class EightBits:
     """The layers of one injection."""
 
     checker: Checker
+    contents: Contents
     _layers: WeakKeyDictionary[nn.Module, Quantised] = field(default_factory=WeakKeyDictionary)
     # what makes eight-bit rows for the layers behind it
     makers: Makers = field(default_factory=Makers)
@@ -115,7 +117,7 @@ class EightBits:
             self.checker.misfits[layer] = why
             return None
         kept = self._layers.get(layer)
-        if kept is None or not kept.is_of(layer) or kept.good is None:
+        if kept is None or not kept.is_of(layer, self.contents) or kept.good is None:
             if capturing():
                 self.checker.misfits[layer] = FIRST_IN_A_GRAPH
                 return None
@@ -140,10 +142,10 @@ class EightBits:
         if len({m.bias is None for m in layers}) > 1:
             return None
         pack = self._packs.get(layers[0])
-        if pack is None or not pack.is_of(layers, [self._layers.get(m) for m in layers]):
+        if pack is None or not pack.is_of(layers, list(map(self._layers.get, layers)), self.contents):
             if capturing():
                 return None
-            pack = self._packs[layers[0]] = Pack.of(layers, map(self._quantised, layers))
+            pack = self._packs[layers[0]] = Pack.of(layers, map(self._quantised, layers), self.contents)
         for layer in layers:
             depend(layer.weight)
             if layer.bias is not None:
@@ -158,8 +160,8 @@ class EightBits:
     def _quantised(self, layer: Any) -> Quantised:
         """A layer as it is now."""
         kept = self._layers.get(layer)
-        if kept is None or not kept.is_of(layer):
-            kept = self._layers[layer] = quantise(layer)
+        if kept is None or not kept.is_of(layer, self.contents):
+            kept = self._layers[layer] = quantise(layer, self.contents)
         return kept
 
     def _first_sight_together(
@@ -183,6 +185,8 @@ class EightBits:
     def _first_sight(self, layer: Any, kept: Quantised, x: Tensor, result: Tensor) -> Tensor:
         """The result in eight bits, or that of the layer's own forward if it is too far off."""
         expected = type(layer).forward(layer, x)
+        if not tells(expected):
+            return expected  # zeros and NaN prove nothing: look again
         error = contract.error(result, expected)
         kept.good = error <= LIMIT
         problem = None
@@ -203,19 +207,20 @@ class EightBits:
 
 def _misfit(layer: Any, x: Tensor) -> str | None:
     """Why this call of a layer is not for eight bits, or None if it is."""
-    weight = layer.weight
-    bias = layer.bias
+    weight, bias = layer._parameters.get("weight"), layer.bias
     if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.is_inference():
         return "tensors of a class of their own"
     if bias is not None and bias.is_inference():
         return "tensors of a class of their own"
     if hooked(layer):
         return "a hook wants to see it being called"
-    if adapters.is_wrapped(layer):
+    if id(layer) in runs.current.adapted or id(layer) in current.adapted:
         return "an adapter is around it"
+    if not runs.current.token and not current.inside:
+        return "it was called outside its model"
     if x.numel() < ROWS * x.shape[-1]:
         return f"fewer than {ROWS} rows"
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return "gradients are recorded"
     if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
         return "its dtype changes"

@@ -19,11 +19,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from . import handoff, norms, slots
+from . import handoff, norms, runs, slots
 from .check import current
 from .eight_bits import DOES, EightBits, check_device, unfit
+from .contents import Contents, unchanged
 from .first_sight import Checker
 from .fusions import Fusions
+from .graphs.capture import capturing
 from .recipe import Chain, Forward, Patch, full_name, recipes
 from .report import Line, Report
 from .selection import Selection
@@ -184,14 +186,19 @@ def _plan(
     model = part.model
     named = dict(model.named_modules())
     checker = Checker(numerics, verify)
-    eight_bits = EightBits(checker) if numerics == "fp8" and part.denoises else None
+    contents = Contents()
+    quantises = numerics == "fp8" and part.denoises
+    eight_bits = EightBits(checker, contents) if quantises else None
     fusions = Fusions(
         numerics,
         None if backend == "auto" else backend,
         norms.survey(named.values()),
+        contents=contents,
         eight_bits=eight_bits,
     )
+    checker.changed = fusions.look_again
     report.checkers.append(checker)
+    report.models.append(ref(model))
     injection = Injection(ref(model))
     made: dict[tuple[int, type], Forward] = {}
     covered: dict[nn.Module, str] = {}
@@ -234,8 +241,10 @@ def _plan(
     for module in named.values():
         chain = _chain(module) if injection.forwards else None
         graphed = wrap if module is replayed else None
-        if (chain or graphed) and slots.why_not(module) is None:
-            injection.forwards.append((ref(module), _whole(type(module), chain, graphed)))
+        root = module is model and bool(injection.forwards)
+        if (chain or graphed or root) and slots.why_not(module) is None:
+            whole = _whole(type(module), chain, graphed, fusions)
+            injection.forwards.append((ref(module), whole))
     return injection
 
 
@@ -308,40 +317,71 @@ def _weight(module: nn.Module) -> bool | None:
 def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Checker) -> Forward:
     """The forward that all modules of one class share: torch.compile then traces it once."""
     recipe = patch.forward(fusions, kind) if patch.for_class else patch.forward(fusions)
-    eager = kind.forward
+    own = kind.forward
     known = patch.is_written_for(kind)
+
+    def eager(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)  # the class may have another one by now
 
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = recipe(self, *args, **kwargs)
         return eager(self, *args, **kwargs) if result is NotImplemented else result
 
-    @functools.wraps(eager)
+    fused.known = known  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return (fused if known else eager)(self, *args, **kwargs)
+            return (fused if known else own)(self, *args, **kwargs)
         return checker.run(self, fused, eager, args, kwargs)
 
     setattr(forward, slots.MARK, patch)
     return forward
 
 
-def _whole(kind: type[nn.Module], chain: Chain | None, graphs: Graphs | None) -> Forward:
+def _whole(
+    kind: type[nn.Module], chain: Chain | None, graphs: Graphs | None, fusions: Fusions
+) -> Forward:
     """The forward of a whole model: its own, told in which order the blocks run, or as a graph."""
-    eager = kind.forward
+    own = kind.forward
 
-    @functools.wraps(eager)
+    @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or current.eager:
+        eager = type(self).forward
+        if torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        if current.eager or eager is not own:
             return eager(self, *args, **kwargs)
         if graphs is not None:
             return graphs(self, run, args, kwargs)
         return run(self, *args, **kwargs)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with runs.begin(self, args, kwargs, fusions.contents):
+            kept = fusions.contents
+            first = runs.is_first(self) and not capturing()
+            answer = kept.check() if first and kept else unchanged
+            if not runs.current.on_gpu and not answer():
+                kept.forget()
+                answer = unchanged
+            result = ordered(self, *args, **kwargs)
+            if answer():  # asked here, the GPU has been at work since
+                return result
+            result = None
+            kept.forget()
+            if runs.current.memory is not None:
+                raise RuntimeError(
+                    f"{type(self).__name__}: a text or a weight was written to behind PyTorch's "
+                    f"back while it ran with {runs.current.memory}; call restore() and inject() "
+                    f"after such a write"
+                )
+            return ordered(self, *args, **kwargs)
+
+    def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if chain is None:
-            return eager(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         with handoff.chain(chain(self), signature(args, kwargs)):
-            return eager(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
 
     setattr(forward, slots.MARK, None)
     return forward

@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from . import runs
 from .slots import hooked
 
 NONE: dict[int, nn.Module] = {}
@@ -91,7 +92,7 @@ def take(module: nn.Module, *given: Tensor) -> Any:
     return value
 
 
-def waits_for(module: nn.Module) -> bool:
+def is_offered(module: nn.Module) -> bool:
     """Whether something is laid ready for this module."""
     return _run.offer is not None and _run.offer[0] is module
 

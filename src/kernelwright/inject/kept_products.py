@@ -16,23 +16,20 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops import library
-from . import adapters, packing, products
+from . import packing, products, runs
 from .graphs import prelude
 from .graphs.prelude import root
-from .prompts import can_be_kept, layout
+from .prompts import Made, can_be_kept, layout
 
 
 class _Entry:
     """A text that was seen, and what was made of it; let go when the text is."""
 
-    def __init__(self, text: Tensor, facts: Hashable) -> None:
+    def __init__(self, operands: Sequence[Tensor], facts: Hashable) -> None:
         mine = ref(self)
-        self.source = ref(root(text), lambda _: _forget(mine))
-        self.facts = facts
+        self.source = ref(operands[0], lambda _: _forget(mine))
+        self.made = Made.of(operands, facts)
         self.value: Tensor | None = None
-
-    def is_of(self, text: Tensor, facts: Hashable) -> bool:
-        return self.source() is root(text) and self.facts == facts
 
 
 def _forget(entry: ref[_Entry]) -> None:
@@ -45,28 +42,29 @@ _by_weight: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _of_text(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """The products of all weights beside each other: [..., sum of outputs]."""
-    operands = [*weights, *biases]
     owner: Any = weights[0]
 
     def make() -> Tensor:
         return torch.cat(products.apart(text, weights, biases), -1)
 
     with torch.no_grad():
-        if not can_be_kept(text, operands):
+        if not can_be_kept(text, [*weights, *biases]):
             return make()
-        adapters.listen()
         running = prelude.current()
         if running is not None:
-            return running.once(owner, text, operands, make).clone()
-        if packing.not_now(text.device):
+            return running.once(owner, text, [*weights, *biases], make).clone()
+        contents = runs.current.contents
+        if contents is None or packing.not_now(text.device):
             return make()
-        places = tuple((w.data_ptr(), w._version) for w in operands)
-        facts = layout(text), places, adapters.all_moves()
+        operands = root(text), *weights, *biases
+        facts = layout(text), runs.current.switches, id(contents), contents.epoch
         entry = _by_weight.get(owner)
-        if entry is None or not entry.is_of(text, facts):
-            _by_weight[owner] = _Entry(text, facts)
+        if entry is None or not entry.made.holds(operands, facts):
+            _by_weight[owner] = _Entry(operands, facts)
             return make()
         if entry.value is None:
+            for operand in operands:
+                contents.note(operand, whole=operand is operands[0])
             entry.value = make()
         return entry.value.clone()
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..ops.row.reference import eager_norm
 from ..ops.selection import given
+from .state import State
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,7 +50,7 @@ def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
     return min(guesses, key=lambda eps: abs(2.0**-10 * (2.0**-20 + eps) ** -0.5 - y))
 
 
-_found: WeakKeyDictionary[nn.Module, Norm | str] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, tuple[State, Norm | str]] = WeakKeyDictionary()
 
 Key = tuple[type, bool, bool]
 
@@ -77,10 +78,10 @@ def survey(modules: Iterable[nn.Module]) -> dict[Key, Norm | str]:
 
 def describe(module: nn.Module) -> Norm | str:
     """The norm that a module is, or why it is none that the kernels know."""
-    found = _found.get(module)
-    if found is None:
-        found = _found[module] = _identify(module)
-    return found
+    known = _found.get(module)
+    if known is None or not known[0].holds(module):
+        known = _found[module] = State(module), _identify(module)
+    return known[1]
 
 
 def looks_like_norm(module: nn.Module) -> bool:

@@ -101,7 +101,7 @@ def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> 
         return "tensors of a class of their own"
     if x.dtype is not first.dtype or x.device != first.device:
         return "its dtype or device changes"
-    if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
         return "gradients are recorded"
     mixed = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
     if mixed or torch._C._is_tracing():

@@ -3,9 +3,10 @@
 Every step of a denoising loop gives the model the same text. Its projection, and the keys and
 values that cross-attention makes of it, come out the same each time.
 
-A value is kept beside the very tensor it was made of. It is made anew if that tensor is another
-one or has been written to, or if one of the weights has. A CUDA graph does not contain these steps:
-they are a graph of their own, which is replayed when the prompt changes (see graphs/prelude.py).
+A value is kept beside the very tensors it was made of, the text and the weights, and the state of
+the module that made it. It is made anew if any of them is another one, or has been written to; see
+`contents` for writes that PyTorch does not count. A CUDA graph does not contain these steps: they
+are a graph of their own, which is replayed when the prompt changes (see graphs/prelude.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from . import adapters, check
+from . import check, runs
+from .contents import Contents
 from .graphs import prelude
 from .graphs.capture import phase
 from .graphs.prelude import root
@@ -28,44 +30,58 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Entry:
-    source: ref[Tensor]
+class Made:
+    """What a value was made of: tensors by object, place and version, and what else decided it."""
+
+    tensors: tuple[ref[Tensor], ...]
     facts: Hashable
-    value: Any
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], facts: Hashable) -> Made:
+        return Made(tuple(map(ref, tensors)), (tuple(map(layout, tensors)), facts))
+
+    def holds(self, tensors: Sequence[Tensor], facts: Hashable) -> bool:
+        """Whether these are the same tensors, and nobody has written to them."""
+        return (
+            len(tensors) == len(self.tensors)
+            and all([r() is t for r, t in zip(self.tensors, tensors, strict=True)])
+            and self.facts == (tuple(map(layout, tensors)), facts)
+        )
 
 
 @dataclass
 class Prompts:
     """The values of one injection, one for each module."""
 
-    _by_module: WeakKeyDictionary[nn.Module, _Entry] = field(default_factory=WeakKeyDictionary)
-
-    def __deepcopy__(self, memo: Any) -> Prompts:
-        return Prompts()
+    contents: Contents
+    _by_module: WeakKeyDictionary[nn.Module, tuple[Made, Any]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def once(
         self, owner: nn.Module, source: Tensor, layers: Sequence[nn.Module], make: Callable[[], T]
     ) -> T:
         """What `make` makes of `source` with the weights of `layers`, on behalf of `owner`."""
         weights = [p for layer in layers for p in layer._parameters.values() if p is not None]
-        if check.current.comparing or not can_be_kept(source, weights):
+        if check.current.notes is not None or not can_be_kept(source, weights):
             return make()
-        for layer in layers:
-            adapters.watch(layer)
         running = prelude.current()
         if running is not None:
-            return running.once(owner, source, weights, _as_here(make))
-        facts = (
-            layout(source),
-            [(w.data_ptr(), w._version) for w in weights],
-            [adapters.moves(layer) for layer in layers],
-            sorted(check.current.off),  # what was found to differ is not made the same way again
-        )
+            return running.once(owner, source, weights, check.as_here(make))
+        if source.is_cuda and not runs.current.token:
+            return make()  # nobody would look whether it is written to
+        origin = root(source)
+        tensors = origin, *weights
+        facts = layout(source), check.current.made_under, self.contents.epoch
         entry = self._by_module.get(owner)
-        if entry is not None and entry.source() is root(source) and entry.facts == facts:
-            return entry.value
+        if entry is not None and entry[0].holds(tensors, facts):
+            return entry[1]
+        self.contents.note(origin, whole=True)
+        for weight in weights:
+            self.contents.note(weight)
+        made = Made.of(tensors, facts)
         value = make()
-        self._by_module[owner] = _Entry(ref(root(source)), facts, value)
+        self._by_module[owner] = made, value
         return value
 
 
@@ -85,28 +101,19 @@ class Shared:
         return Shared()
 
     def __call__(self, source: Tensor, facts: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes of `source` and `facts`, once as long as they stay the same."""
-        if not can_be_kept(source, []):
+        """What `make` makes of `source` and `facts`, once in a forward of the model."""
+        if not runs.current.serial or not can_be_kept(source, []):
             return make()
-        known, last = (facts, source._version, phase()), self._last
+        known = facts, source._version, phase(), runs.current.token
+        last = self._last
         if last.source is None or last.source() is not source or last.facts != known:
             last.source, last.facts, last.value = ref(source), known, make()
         return last.value
 
 
-def _as_here(make: Callable[[], T]) -> Callable[[], T]:
-    """`make` as it runs in the module that is running now, whenever it is called."""
-    inside, off = check.current.inside, check.current.off
-
-    def again() -> T:
-        with check.set_now(inside=inside, off=off):
-            return make()
-
-    return again
-
-
 def can_be_kept(source: Tensor, weights: Sequence[Any]) -> bool:
-    """Whether who writes to these tensors is counted, and nobody wants to see them being read."""
+    """Whether version counters track writes to these tensors, and no gradient, autocast or trace
+    needs the real call."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (source, *weights)):
@@ -119,4 +126,4 @@ def can_be_kept(source: Tensor, weights: Sequence[Any]) -> bool:
 
 def layout(t: Tensor) -> Hashable:
     """What tells a view of a tensor from another one, and whether it was written to."""
-    return t.dtype, t.shape, t.stride(), t.storage_offset(), t._version
+    return t.dtype, t.shape, t.stride(), t.data_ptr(), t._version

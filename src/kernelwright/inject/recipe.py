@@ -73,6 +73,13 @@ class Recipe:
         return self.chains.get(full_name(type(module)))
 
 
+@cache
+def class_of(name: str) -> type | None:
+    """The class of a library by its full name, or None before that is imported."""
+    place, _, last = name.rpartition(".")
+    return getattr(sys.modules.get(place), last, None)
+
+
 def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 

@@ -39,6 +39,7 @@ class Report:
     lines: Counter[Line] = field(default_factory=Counter)
     checkers: list[Checker] = field(default_factory=list)
     graphs: list[Graphs] = field(default_factory=list)
+    models: list[Any] = field(default_factory=list)  # weak references
     planned: bool = False
 
     def add(self, lines: Mapping[Line, int]) -> None:

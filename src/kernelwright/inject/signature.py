@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 PLAIN = (Tensor, bool, int, float, str, type(None))
 
@@ -31,6 +32,20 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
+def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What changes if a forward writes to its inputs."""
+    return [
+        (id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0)
+        for v in pytree.tree_leaves((args, kwargs))
+    ]
+
+
+def on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an input has no values."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(v, Tensor) and v.is_meta for v in leaves)
+
+
 def written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The first tensor of a call in words."""
     for value in (*args, *kwargs.values()):
@@ -41,7 +56,7 @@ def written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
+        return type(value), value.shape, value.dtype, value.device
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, tuple | list):

@@ -13,12 +13,10 @@ from typing import Any
 
 from torch import nn
 
-MARK = "__kernelwright__"  # the attribute by which a forward of ours is known
+from .state import MARK, is_ours
+from .state import is_hooked as hooked
 
-
-def is_ours(forward: Any) -> bool:
-    return isinstance(forward, MethodType) and hasattr(forward.__func__, MARK)
-
+__all__ = ["MARK", "current", "hooked", "is_ours", "put", "remove", "why_not"]
 
 def current(module: nn.Module) -> Callable[..., Any] | None:
     """Our forward of this module, if it has one."""
@@ -57,17 +55,6 @@ def remove(module: nn.Module) -> bool:
         else:
             _write(holder, name, MethodType(type(module).forward, module))
     return found
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether something wants to see this module being called: then call it, do not go around."""
-    own = module.__dict__
-    return (
-        "_hf_hook" in own
-        or "_diffusers_hook" in own
-        or len(own["_forward_hooks"]) > 0
-        or len(own["_forward_pre_hooks"]) > 0
-    )
 
 
 def _is_own(module: nn.Module, forward: Any) -> bool:

@@ -78,7 +78,7 @@ def summary(report: Report) -> str:
     text = f"{report.replaced} modules {verb}"
     findings = report.findings
     if not findings:
-        return text + "; " + ("nothing was changed." if report.planned else "not run yet.")
+        return f"{text}; {_not_compared(report)}."
     compared = [f for f in findings if f.equal is not None]
     if compared:
         same = sum(bool(f.equal) for f in compared)
@@ -93,4 +93,16 @@ def summary(report: Report) -> str:
     misfits = Counter(why for c in report.checkers for why in c.misfits.values())
     for why, count in misfits.items():
         text += f"; {count} layers not in eight bits: {why}"
+    if untold := sum(len(c.untold) for c in report.checkers):
+        text += f"; {untold} modules run as they are until they are given more than zeros and NaN"
     return text + "."
+
+
+def _not_compared(report: Report) -> str:
+    """Why there is nothing to say of comparisons."""
+    if report.planned:
+        return "nothing was changed"
+    models = [m for reference in report.models if (m := reference()) is not None]
+    if any(m._compiled_call_impl is not None for model in models for m in model.modules()):
+        return "compiled: what torch.compile runs is not compared with eager"
+    return "not run yet"

@@ -1,11 +1,13 @@
 """Rotary tables that depend on nothing but numbers: made once, and kept narrow for the kernels.
 
 A model makes its tables anew at every step, from the size of the picture alone. They are kept by
-those numbers, so they cannot go stale; one that somebody has written to since is made again.
+those numbers and by the state of the module that made them; one that somebody has written to since
+is made again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ..ops import library
 from ..ops.qk_norm_rope import QK_NORM_ROPE
+from .check import current
 from .graphs.capture import capturing, keep
 
 LIMIT = 8  # tables of so many sizes are kept
@@ -43,6 +46,7 @@ class Tables:
     """The tables of one injection."""
 
     _by_numbers: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
+    _lock: Any = field(default_factory=threading.Lock)
 
     def __deepcopy__(self, memo: Any) -> Tables:
         return Tables()
@@ -51,16 +55,21 @@ class Tables:
         """cos and sin [batch, tokens, width] as `make` makes them from these numbers."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return make()  # tensors of inference mode do not count who writes to them
-        entry = self._by_numbers.get(numbers)
-        if entry is not None and entry.untouched:
-            self._by_numbers.move_to_end(numbers)
-            return keep(entry.tables)
+        if current.made_under is None:
+            return make()
+        key = numbers, current.made_under
+        with self._lock:
+            entry = self._by_numbers.get(key)
+            if entry is not None and entry.untouched:
+                self._by_numbers.move_to_end(key)
+                return keep(entry.tables)
         tables = make()
-        if not capturing():
+        if not capturing() and not any(t.requires_grad or t.is_meta for t in tables):
             entry = _Entry(tables, _versions(tables), _narrowed(tables))
-            self._by_numbers[numbers] = _kept[id(tables[0])] = entry
-            if len(self._by_numbers) > LIMIT:
-                self._by_numbers.popitem(last=False)
+            with self._lock:
+                self._by_numbers[key] = _kept[id(tables[0])] = entry
+                if len(self._by_numbers) > LIMIT:
+                    self._by_numbers.popitem(last=False)
         return tables
 
 

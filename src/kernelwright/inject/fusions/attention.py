@@ -17,6 +17,7 @@ from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
 from ..check import declined, site
+from ..switches import torch_attends
 from ..tables import QK_NORM_ROPE_KEPT
 from .places import CHANGES_DTYPE, Part, Places, is_linear
 
@@ -85,7 +86,7 @@ class AttentionPlaces(Places):
                 return QK_NORM_ROPE_KEPT(*operands, exact or "", backend or selection.traced())
             return QK_NORM_ROPE(*operands, out=out, exact=exact, backend=backend)
 
-        return _into(out, site(name, eager, kernel))
+        return _into(out, site(name, eager, kernel, query, key))
 
     def qk_norms(
         self,
@@ -144,6 +145,8 @@ class AttentionPlaces(Places):
             "RoPE",
             eager,
             lambda: APPLY_ROPE_QK(query, key, cos, sin, layout, exact=exact, backend=backend),
+            query,
+            key,
         )
 
     def attention(
@@ -167,13 +170,15 @@ class AttentionPlaces(Places):
 
         if self.exact or chosen != (None, None) or torch.compiler.is_compiling():
             return eager()
+        if not torch_attends():
+            return eager()  # somebody has put another function in the place of PyTorch's
         active = _AttentionBackendRegistry._active_backend
         if active != AttentionBackendName.NATIVE:
             return eager()  # chosen for all models
         if mask is not None and mask.ndim != 4:
             return eager()  # diffusers gives fewer dimensions a meaning of its own
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        return site("attention", eager, lambda: attention(q, k, v, mask).transpose(1, 2))
+        return site("attention", eager, lambda: attention(q, k, v, mask).transpose(1, 2), q, k, v)
 
     def sdpa(
         self,
@@ -192,13 +197,13 @@ class AttentionPlaces(Places):
             return F.scaled_dot_product_attention(a, b, c, attn_mask=mask).transpose(1, 2)
 
         def kernel() -> Tensor:
-            if self.exact or torch.compiler.is_compiling():
+            if self.exact or torch.compiler.is_compiling() or not torch_attends():
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
             return attention(q, k, v, mask).transpose(1, 2)
 
         if self.exact and not gathered:
             return eager()
-        return site("attention", eager, kernel)
+        return site("attention", eager, kernel, q, k, v)
 
     def of_first(self, linear: Any, rows: Tensor, tokens: int) -> Tensor:
         """linear(rows[:, :tokens]). PyTorch copies such a part of a batch together, and adds the
@@ -227,7 +232,7 @@ class AttentionPlaces(Places):
                 )
             return algorithms.linear(rows, linear.weight, linear.bias)[:, :tokens]
 
-        return site("product of a part of the rows", eager, kernel)
+        return site("product of a part of the rows", eager, kernel, rows)
 
 
 def _into(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> Any:

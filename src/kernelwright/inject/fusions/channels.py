@@ -40,7 +40,7 @@ class ChannelPlaces(Places):
             declined(name, no)
             return eager()
 
-        return site(name, eager, lambda: self._by_channel(x, weight, eps, "silu", scale, shift))
+        return site(name, eager, lambda: self._by_channel(x, weight, eps, "silu", scale, shift), x)
 
     def _by_channel(
         self,

@@ -64,7 +64,7 @@ class FeedForwardPlaces(Places):
         if why := _kept_apart(left, y):
             declined(name, why)
             return last(eager())
-        return product(last, site(name, eager, kernel))
+        return product(last, site(name, eager, kernel, left, y))
 
     def _may_split(self, last: Any, left: Tensor, linear: Any, x: Tensor) -> bool:
         """Whether the last product may be the sum of two, in 16 bits."""
@@ -76,7 +76,8 @@ class FeedForwardPlaces(Places):
             return False
         if torch.is_autocast_enabled(x.device.type):  # which leaves an addition in place alone
             return False
-        return _kept_apart(left, x) is None and not _recording(last.weight, linear.weight)
+        weights = [p for m in (last, linear) for p in m.parameters()]
+        return _kept_apart(left, x) is None and not _recording(*weights)
 
     def _split_linear(self, last: Any, left: Tensor, linear: Any, gelu: Any, x: Tensor) -> Tensor:
         """The product of either part by itself, the second added to the first: GELU stays in the
@@ -94,7 +95,7 @@ class FeedForwardPlaces(Places):
         def eager() -> Tensor:
             return last(torch.cat([left, gelu(linear(x))], dim=-1))
 
-        return site("linear + GELU, last product in two", eager, kernel)
+        return site("linear + GELU, last product in two", eager, kernel, left, x)
 
     def _linear_gelu(
         self, linear: Any, gelu: Callable[[Tensor], Tensor], tanh: bool, x: Tensor
@@ -108,6 +109,7 @@ class FeedForwardPlaces(Places):
                     "linear + GELU",
                     lambda: gelu(linear(x)),
                     lambda: linear_gelu(x, linear.weight, linear.bias, approximate=tanh),
+                    x,
                 )
             declined("linear + GELU", "an adapter or a hook is on its first Linear")
         y = product(linear, x)
@@ -116,7 +118,7 @@ class FeedForwardPlaces(Places):
             return gelu(y)
         # nobody else holds what a plain Linear returns, but eager needs it to compare with
         own = plain and not torch.compiler.is_compiling() and not current.comparing
-        return site("GELU", lambda: gelu(y), lambda: self._gelu(y, tanh, y if own else None))
+        return site("GELU", lambda: gelu(y), lambda: self._gelu(y, tanh, y if own else None), y)
 
     def _gelu(self, y: Tensor, tanh: bool, out: Tensor | None) -> Tensor:
         exact, backend = self._how(y, "torch")
@@ -156,7 +158,9 @@ class FeedForwardPlaces(Places):
             declined("SwiGLU", "its two projections are not alike")
             return eager()
         exact, backend = self._how(gate, "torch")
-        return site("SwiGLU", eager, lambda: SILU_MUL(gate, up, exact=exact, backend=backend))
+        return site(
+            "SwiGLU", eager, lambda: SILU_MUL(gate, up, exact=exact, backend=backend), gate, up
+        )
 
     def geglu(self, module: Any, x: Tensor) -> Tensor:
         """diffusers' GEGLU: the second half of a projection activated, times the first."""
@@ -168,7 +172,10 @@ class FeedForwardPlaces(Places):
 
         exact, backend = self._how(packed, "torch")
         return site(
-            "GEGLU", eager, lambda: GEGLU(packed, False, "second", exact=exact, backend=backend)
+            "GEGLU",
+            eager,
+            lambda: GEGLU(packed, False, "second", exact=exact, backend=backend),
+            packed,
         )
 
 

@@ -43,7 +43,7 @@ class NormPlaces(ChannelPlaces):
                 return eager()
             channels = x.movedim(-1, 1)
             return site(
-                "norm", eager, lambda: self._by_channel(channels, weight, eps).movedim(1, -1)
+                "norm", eager, lambda: self._by_channel(channels, weight, eps).movedim(1, -1), x
             )
         exact, backend = self._how(x, norm.chain)
 
@@ -52,7 +52,7 @@ class NormPlaces(ChannelPlaces):
                 return RMSNORM(x, weight, eps, exact=exact, backend=backend)
             return LAYERNORM(x, weight, bias, eps, exact=exact, backend=backend)
 
-        return site("norm", eager, kernel)
+        return site("norm", eager, kernel, x)
 
     def norm_modulate(
         self, module: Any, x: Tensor, scale: Part, shift: Part, wide: bool = False
@@ -85,7 +85,7 @@ class NormPlaces(ChannelPlaces):
                 return ADALN_RMSNORM(x, weight, scale, shift, eps, exact=exact, backend=backend)
             return ADALN_LAYERNORM(x, weight, scale, shift, bias, eps, exact=exact, backend=backend)
 
-        return site(name, eager, kernel)
+        return site(name, eager, kernel, x, scale, shift)
 
     def joint_norm_modulate(
         self, module: Any, streams: tuple[Tensor, Tensor], scale: Tensor, shift: Tensor
@@ -147,7 +147,7 @@ class NormPlaces(ChannelPlaces):
                 return makers(module, RESIDUAL_NORM_QUANTIZE, *operands, backend=backend)
             return GATED_RESIDUAL_NORM(*operands, exact=exact, backend=backend)
 
-        return site(name, eager, kernel)
+        return site(name, eager, kernel, residual, x, gate, scale, shift)
 
     def residual(
         self,
@@ -175,7 +175,7 @@ class NormPlaces(ChannelPlaces):
                 return makers(reader, RESIDUAL_QUANTIZE, residual, x, gate, backend=backend)
             return GATED_RESIDUAL(residual, x, gate, exact=exact, backend=backend)
 
-        return site(name, eager, kernel)
+        return site(name, eager, kernel, residual, x, gate)
 
     def _makers(self, x: Tensor) -> Makers | None:
         """What runs a place so that it can make eight-bit rows too, if layers may want any."""

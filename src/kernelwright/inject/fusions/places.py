@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .. import norms
-from ..check import declined
+from ..check import NotHere, declined
+from ..contents import Contents
 from ..eight_bits import EightBits
 from ..norms import Norm
 from ..products import SameBits
@@ -30,15 +32,25 @@ class Places:
     backend: str | None
     norms: dict[norms.Key, Norm | str]
     tables: Tables = field(default_factory=Tables)
+    prompts: Prompts = field(init=False)
     eight_bits: EightBits | None = None
-    prompts: Prompts = field(default_factory=Prompts)
+    contents: Contents = field(default_factory=Contents)
     masks: Shared = field(default_factory=Shared)
     modulations: Shared = field(default_factory=Shared)
     same_bits: SameBits = field(default_factory=SameBits)
-    _seen: dict[nn.Module, Norm | str | None] = field(default_factory=dict)
+    # the same of each module, until one of the modules around it changes
+    _seen: WeakKeyDictionary[nn.Module, Norm | str] = field(default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", Prompts(self.contents))
 
     def __deepcopy__(self, memo: Any) -> Places:
         return self
+
+    def look_again(self, root: nn.Module) -> None:
+        """A module is not what it was: what its norms are is found out anew."""
+        for module in root.modules():
+            self._seen.pop(module, None)
 
     @property
     def exact(self) -> bool:
@@ -47,6 +59,11 @@ class Places:
     def _how(self, x: Tensor, chain: str | None) -> tuple[str | None, str | None]:
         """The exact mode and the backend of an op. On a GPU an exact mode asks for its kernel by
         name, so that an order it does not have is said and not passed over."""
+        if self.backend == "cuda" and x.device.type == "cpu":
+            raise NotHere(
+                'inject: backend is "cuda", but the model runs on the CPU; move it to a GPU, or '
+                "leave backend out"
+            )
         if self.numerics != "exact":
             return None, self.backend
         if torch.compiler.is_compiling():  # nobody could hear it
@@ -69,7 +86,7 @@ class Places:
         else:
             norm = self._seen.get(module)
             if norm is None:
-                norm = self._seen[module] = self.norms.get(norms.key(module))
+                norm = self._seen[module] = _norm_of(module)
             own = module._parameters
             weight, bias = own.get("weight"), own.get("bias")
             if bare and hooked(module):
@@ -89,13 +106,28 @@ class Places:
                     declined(name, CHANGES_DTYPE)
                     return None
         eps = getattr(module, norm.eps)
+        if not isinstance(eps, float | int | None):
+            declined(name, f"its {norm.eps} is a {type(eps).__name__}")
+            return None
         return norm, weight, bias, norms.default_eps(x.dtype, x.device) if eps is None else eps
+
+
+def _norm_of(module: nn.Module) -> Norm | str:
+    if not norms.looks_like_norm(module):
+        return f"{type(module).__name__} is no norm the kernels know"
+    return norms.describe(module)
+
+
+LINEAR = nn.Linear.forward  # as PyTorch has it: somebody may put another one on the class
 
 
 def is_linear(module: Any) -> bool:
     """A plain Linear that may be read around: no adapter, no hook, no quantised weight."""
     return (
-        type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked_now(module)
+        type(module) is nn.Linear
+        and nn.Linear.forward is LINEAR
+        and type(module._parameters.get("weight")) is nn.Parameter
+        and not hooked_now(module)
     )
 
 

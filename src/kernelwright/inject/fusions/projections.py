@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 
 from ...ops.linear import algorithms
 from .. import packing, products
 from ..check import declined, site
 from ..slots import hooked
-from .places import Places
+from ..state import all_modules_hooked
+from .places import LINEAR, Places
 
 QKV = "QKV in one product"
 TEXT_QKV = "QKV of the text in one product"
@@ -33,7 +33,7 @@ class ProjectionPlaces(Places):
         if torch.compiler.is_compiling():
             return self._traced(x, layers) if self._may_trace(x, layers) else eager()
         if self.eight_bits is not None:
-            eight = None if _watched() else self.eight_bits.together(layers, x)
+            eight = None if all_modules_hooked() else self.eight_bits.together(layers, x)
             return eager() if eight is None else eight
         if not may_go_around(layers):
             declined(name, "an adapter or a hook is on one of its layers")
@@ -50,7 +50,7 @@ class ProjectionPlaces(Places):
         if self.exact and not self.same_bits("one", x, packed.sizes, bias, kernel, eager):
             declined(name, OTHER_BITS)
             return eager()
-        return site(name, eager, kernel)
+        return site(name, eager, kernel, x)
 
     def _may_trace(self, x: Tensor, layers: Sequence[Any]) -> bool:
         """Whether these layers, as a graph is traced, are one op of it: what is asked here is what
@@ -60,7 +60,8 @@ class ProjectionPlaces(Places):
         weights = [layer.weight for layer in layers]
         if type(x) is not Tensor or any(type(w) is not nn.Parameter for w in weights):
             return False
-        if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
             return False
         if torch.is_autocast_enabled(x.device.type) or weights[0].dtype != x.dtype:
             return False
@@ -104,9 +105,6 @@ def may_go_around(layers: Sequence[Any]) -> bool:
     for layer in layers:
         if type(layer) is not nn.Linear or "forward" in vars(layer) or hooked(layer):
             return False
-    return not _watched()
-
-
-def _watched() -> bool:
-    """Whether a hook wants to see all modules being called."""
-    return bool(global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks)
+        if "weight" not in layer._parameters:  # weight norm and pruning compute it
+            return False
+    return nn.Linear.forward is LINEAR and not all_modules_hooked()

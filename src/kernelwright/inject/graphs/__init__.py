@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ..check import equal
-from ..first_sight import Random
+from ..draws import so_far
 from .call import Call, check_surroundings, listed
-from .capture import Captured, capturing, keep, relocations
+from .capture import DRAWS, Captured, capturing, keep, relocations
 from .memory import Refusal
 from .recorder import CudaRecorder, Recorder
 from .watch import Watch
@@ -28,6 +28,7 @@ from .watch import Watch
 __all__ = ["Graphs", "capturing", "keep"]
 
 FAILURES_REMEMBERED = 64
+WRITTEN = "weights were written to"
 
 # PyTorch captures one graph at a time in a process
 _one_at_a_time = threading.RLock()
@@ -71,10 +72,12 @@ class Graphs:
                 return result
         except Refusal as reason:
             self._count(str(reason))
-        before = relocations()
+        before, drawn = relocations(), so_far(args, kwargs)
         result = forward(model, *args, **kwargs)
         if relocations() != before:
             self._look_again(model)
+        if so_far(args, kwargs) != drawn:
+            self._cool_down(model)
         return result
 
     @property
@@ -124,7 +127,7 @@ class Graphs:
                 raise Refusal(known.failed[call.key])
             graph = known.graphs.get(call.key)
             if graph is not None and not graph.holds():
-                self._count("weights were written to")
+                self._count(WRITTEN)
                 graph = known.graphs.pop(call.key, None) and None
             if graph is None and not self._is_warm(known, call):
                 return False, None
@@ -132,9 +135,14 @@ class Graphs:
                 if graph is None:
                     return True, self._capture(known, model, forward, call)
                 known.graphs.move_to_end(call.key)
+                answer = graph.check(call.tensors)
                 result = graph(call.tensors)
                 graph.check_decisions()
+            if answer():
                 return True, result
+            self._count(WRITTEN)
+            del known.graphs[call.key]
+            return False, None
 
     def _run_ahead(self, model: nn.Module, call: Call) -> tuple[bool, Any]:
         """Replay first and look afterwards, while the GPU is at work, whether that was right. What
@@ -142,14 +150,20 @@ class Graphs:
         still be where they were."""
         known = self._models.get(model)
         graph = None if known is None else known.graphs.get(call.key)
-        if known is None or graph is None or graph.random or not known.watch.in_place():
+        if known is None or graph is None or not known.watch.in_place():
             return False, None
         with self._recorder.turn(call.device):
+            answer = graph.check(call.tensors)
             result = graph(call.tensors)
         if not known.watch.same(model) or not graph.holds():
             return False, None
         known.check(model, call)
         graph.check_decisions()
+        if not answer():
+            # a text that was written to behind its version is copied in again; of weights there is
+            # nothing to copy, and the second look finds them changed again
+            graph.forget_inputs()
+            return False, None
         known.graphs.move_to_end(call.key)
         return True, result
 
@@ -170,6 +184,14 @@ class Graphs:
             known = self._models.get(model)
             if known is not None and not known.graphs:
                 known.watch = Watch(model)
+
+    def _cool_down(self, model: nn.Module) -> None:
+        """Capture nothing of what was just run: it drew random numbers, or another thread did."""
+        with _one_at_a_time:
+            known = self._models.get(model)
+            if known is not None and known.warm:
+                self._count(DRAWS)
+                known.warm.clear()
 
     def _is_warm(self, known: _Model, call: Call) -> bool:
         """Whether this thread has run such a call before, which it is now noted to have done.
@@ -192,7 +214,6 @@ class Graphs:
         while len(known.graphs) >= self.limit:
             known.graphs.popitem(last=False)
         args, kwargs = call.with_tensors(call.tensors)
-        random = Random(args, kwargs)
         try:
             graph = Captured(
                 self._recorder,
@@ -200,16 +221,15 @@ class Graphs:
                 call.tensors,
                 call.with_tensors,
                 known.watch.weights(),
-                random.rewind,
             )
             result = graph(call.tensors)
             # some code asks whether it is being captured, and then goes another way
-            random.rewind()
             if not equal(result, forward(model, *args, **kwargs)):
                 raise Refusal("its graph gives other bits than the plain forward")
         except Exception as error:
             reason = str(error) if isinstance(error, Refusal) else f"capture failed: {_line(error)}"
-            known.failed[call.key] = reason
+            if reason != DRAWS:  # another thread may have drawn them
+                known.failed[call.key] = reason
             if len(known.failed) > FAILURES_REMEMBERED:
                 known.failed.popitem(last=False)
             raise Refusal(reason) from None

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
-from ...ops.selection import surrounding
+from ..state import all_modules_hooked
+from ..switches import switches
 from .memory import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_no_container, is_simple
 
 # where transformers has the hooks by which models collect what their layers return
@@ -32,7 +32,7 @@ class Call:
         if len(devices) > 1 or self.tensors[0].device.type != device_type:
             raise Refusal(f"inputs on {listed(devices)}")
         (self.device,) = devices
-        self.key = (self.device, marks, _switches(device_type))
+        self.key = (self.device, marks, switches(device_type))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The arguments, with other tensors in the place of these."""
@@ -70,38 +70,6 @@ _TENSORS = frozenset(TENSOR_TYPES)
 _VALUES = frozenset(PLAIN_TYPES) - {float, complex}
 
 
-def _switches(device_type: str) -> tuple[Any, ...]:
-    """The state of the process that decides which kernels run, most of it as torch.backends asks
-    for it: through properties of torch.backends this takes four times as long."""
-    state = torch._C
-    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        torch.get_default_dtype(),
-        state._len_torch_function_stack() and torch.get_default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        state._get_flash_sdp_enabled(),
-        state._get_mem_efficient_sdp_enabled(),
-        state._get_math_sdp_enabled(),
-        state._get_cudnn_sdp_enabled(),
-        tuple(state._get_sdp_priority_order()),
-        state._get_math_sdp_allow_fp16_bf16_reduction(),
-        state._get_fp32_precision_getter("cuda", "matmul"),
-        state._get_cublas_allow_fp16_accumulation(),
-        state._get_cublas_allow_fp16_reduced_precision_reduction(),
-        state._get_cublas_allow_bf16_reduced_precision_reduction(),
-        state._get_blas_preferred_backend(),
-        state._get_fp32_precision_getter("cuda", "conv"),
-        state._get_cudnn_enabled(),
-        state._get_cudnn_benchmark(),
-        state._get_cudnn_deterministic(),
-        surrounding(),
-        dispatch and dispatch._AttentionBackendRegistry._active_backend,
-    )
-
-
 def check_surroundings() -> None:
     """Refuse where something looks on at every operation, which a replay would hide from it."""
     if torch._C._len_torch_dispatch_stack():
@@ -118,7 +86,7 @@ def check_surroundings() -> None:
         raise Refusal("forward-mode gradients are recorded")
     if torch.jit.is_tracing():
         raise Refusal("inside torch.jit.trace")
-    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+    if all_modules_hooked():
         raise Refusal("a hook on all modules")
     collector = getattr(sys.modules.get(OUTPUT_HOOKS), "_active_collector", None)
     if collector is not None and collector.get():

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import adapters
+from ..contents import Answer, Contents, unchanged
+from ..draws import of as drawn
 from .masks import Decisions
 from .memory import Refusal, Results, Room
 from .prelude import Prelude
 from .recorder import Recorder
 
 T = TypeVar("T")
+DRAWS = "it draws random numbers"
 
 
 class _Running(threading.local):
@@ -77,7 +79,6 @@ class Captured:
         inputs: Sequence[Tensor],
         arguments: Callable[[Sequence[Tensor]], tuple[tuple, dict[str, Any]]],
         weights: Sequence[Tensor],
-        rewind: Callable[[], None],
     ) -> None:
         self._recorder = recorder
         self._home = recorder.stream()
@@ -99,11 +100,11 @@ class Captured:
             with recording():
                 prelude.make_again()
 
-        before = _random_state(device)
+        devices = {device} if device.type == "cuda" else set()
+        before = drawn(devices)
         run()
-        # a replay moves the random generator on, so one too many could not be undone
-        self.random = not torch.equal(before, _random_state(device))
-        rewind()
+        if drawn(devices) != before:  # it did not in the call before this one
+            raise Refusal(DRAWS)
         prelude.collecting = decisions.collecting = False
         versions = [t._version for t in memory]
         self._replay_prelude: Callable[[], None] | None = None
@@ -116,8 +117,9 @@ class Captured:
             raise Refusal("forward writes to its inputs")
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
-        if self.random and decisions.depend_on_values:
-            raise Refusal("random numbers, and masks that depend on its inputs")
+        self._contents = Contents()
+        for tensor in self._given:
+            self._contents.note(tensor)
         self._results = Results(result, memory, weights)
         self._facts = self._now()
 
@@ -130,9 +132,20 @@ class Captured:
         forward waits where it decides, but only if it depends on values at all."""
         self._decisions.check()
 
-    def _now(self) -> tuple[list[int], int]:
-        # an adapter may be merged into a weight behind the back of its version
-        return list(map(_version, self._given)), adapters.all_moves() if self._given else 0
+    def check(self, inputs: Sequence[Tensor]) -> Answer:
+        """Begin to compare the values that the graph was made of with those that are there now, for
+        a replay with these inputs; to be read when that is under way."""
+        if not self._given:
+            return unchanged
+        old = [n for n in self._prelude.sources if not self._prelude.is_new(n, inputs[n])]
+        return self._contents.check([(self._memory[n], inputs[n]) for n in old])
+
+    def forget_inputs(self) -> None:
+        """Take the next inputs for new ones, whatever they are."""
+        self._prelude.forget()
+
+    def _now(self) -> list[int]:
+        return list(map(_version, self._given))
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         stream = self._recorder.stream()
@@ -143,6 +156,7 @@ class Captured:
             if number in self._prelude.sources:
                 if not self._prelude.is_new(number, given):
                     continue
+                self._prelude.note(number, given)
                 prelude = True
             room.fill(given)
         if prelude and self._replay_prelude is not None:
@@ -162,10 +176,6 @@ def recording() -> Iterator[None]:
         yield
     finally:
         _running.phase += 1
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextmanager

@@ -80,11 +80,17 @@ class Prelude:
                 old.copy_(fresh)
 
     def is_new(self, number: int, given: Tensor) -> bool:
-        """Whether an input is not what it was last time, which is noted."""
+        """Whether an input is another tensor than last time, or has been written to."""
         if given.is_inference():  # nobody counts who writes to it
             return True
         last = self._last.get(number)
         if last is not None and last[0]() is given and last[1] == given._version:
             return False
-        self._last[number] = ref(given), given._version
         return True
+
+    def note(self, number: int, given: Tensor) -> None:
+        """Values are made of this input now."""
+        self._last[number] = ref(given), 0 if given.is_inference() else given._version
+
+    def forget(self) -> None:
+        self._last.clear()

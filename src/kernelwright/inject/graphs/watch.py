@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Iterable, Iterator
-from enum import Enum
+from collections.abc import Iterable
 from itertools import chain
-from operator import is_, itemgetter
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 
+from ..state import State, hooks_of
 from .call import OUTPUT_HOOKS
 from .memory import TENSOR_TYPES
 
 WEIGHT_TYPES = frozenset(TENSOR_TYPES)
-# attributes of a module that change what a call of it does
-PINNED = ("forward", "processor", "_hf_hook", "_compiled_call_impl")
 # no block of a transformer has fewer weights than this
 SAMPLED = 8
-PLAIN = (bool, int, float, str, type(None), Enum)
 
 
 class Watch:
-    """A model as it was when this was made: its modules, weights, hooks and adapters.
+    """A model as it was when this was made: its state, and where its weights lie.
 
     `same` is asked at every replay, so it walks flat lists that were laid out once, and leaves
     their loops to builtins. Nothing here holds on to the model itself: it may be freed.
@@ -36,28 +31,12 @@ class Watch:
         # a scripted module keeps its parts elsewhere
         modules = [m for m in everything if isinstance(m._modules, dict)]
         inner = [m for m in modules if m is not model]
-        children = [m._modules for m in modules]
-        tensors = [d for m in modules for d in (m._parameters, m._buffers)]
-        hooks = [d for m in inner for d in _hooks(m)]
-        self._empty = [d for d in (*children, *tensors, *hooks) if not d]
-        self._hooked = [d for d in hooks if d]
-        self._hook_ids = list(map(tuple, self._hooked))
-        self._branches = [d for d in children if d]
-        self._children = _values(self._branches)
-        self._holders = [d for d in tensors if d]
-        self._names = [vars(m) for m in inner]
-        self._sizes = list(map(len, self._names))
-        self._root_size = len(vars(model))
-        self._pinned = [(n, name, n[name]) for n in self._names for name in PINNED if name in n]
-        layers = _instances(inner, "peft.tuners.tuners_utils", "BaseTunerLayer")
-        wrappers = _instances(inner, "peft.utils.other", "AuxiliaryTrainingWrapper")
-        self._adapters = layers + wrappers
-        self._adapter_states = [tuple(map(copy.copy, s)) for s in map(_state, self._adapters)]
-        idle = _modes_without_effect(layers)
-        self._modes = [vars(m) for m in inner if m not in idle]
-        self._training = self._any_training()
-        self._settings = [vars(o) for o in _settings(modules)]
-        self._plain_settings = list(map(_plain, self._settings))
+        self._state = State(model)
+        self._holders = [d for m in modules for d in (m._parameters, m._buffers) if d]
+        self._adapters = _instances(inner, "peft.tuners.tuners_utils", "BaseTunerLayer")
+        self._scales = _scales(self._adapters)
+        idle = _modes_without_effect(self._adapters)
+        self._training = any(m.training for m in inner if m not in idle)
         weights = self.weights()
         self._layout = _layout(weights)
         self._listen(weights)
@@ -96,21 +75,12 @@ class Watch:
         self._storages = [ref(s, self._freed.append) for s in storages.values()]
 
     def same(self, model: nn.Module) -> bool:
-        """Whether the model is still what it was: modules, weights at their addresses, hooks,
-        training mode, adapters, attention settings. Values written into weights do not count."""
-        children = _values(self._branches)
+        """Whether the model is still what it was: modules, hooks, attributes, processors, adapters,
+        weights at their addresses. Values written into weights do not count."""
         return (
-            not any(self._empty)
-            and list(map(tuple, self._hooked)) == self._hook_ids
-            and len(vars(model)) == self._root_size
-            and list(map(len, self._names)) == self._sizes
-            and len(children) == len(self._children)
-            and all(map(is_, children, self._children))
-            and self._any_training() == self._training
+            self._state.holds(model)
             and _layout(self.weights()) == self._layout
-            and all(n.get(name) is value for n, name, value in self._pinned)
-            and list(map(_state, self._adapters)) == self._adapter_states
-            and list(map(_plain, self._settings)) == self._plain_settings
+            and _scales(self._adapters) == self._scales
         )
 
     def obstacle(self, model: nn.Module) -> str | None:
@@ -121,9 +91,6 @@ class Watch:
         """Every parameter and buffer, in the order of the modules."""
         return [t for t in _values(self._holders) if t is not None]
 
-    def _any_training(self) -> bool:
-        return any(map(itemgetter("training"), self._modes))
-
     def _find_obstacle(self, inner: list[nn.Module], weights: list[Tensor]) -> str | None:
         if self._training:
             return "training mode"
@@ -132,10 +99,6 @@ class Watch:
         for weight in weights:
             if type(weight) not in WEIGHT_TYPES:
                 return f"weights of type {type(weight).__name__}"
-        for layer in self._adapters:
-            scales = (vars(layer).get("scaling") or {}).values()
-            if any(isinstance(s, Tensor) and s.device.type == "cpu" for s in scales):
-                return "an adapter scale that is a tensor on the CPU"
         return None
 
 
@@ -156,16 +119,9 @@ def _layout(weights: list[Tensor]) -> tuple[list, ...] | None:
     )
 
 
-def _hooks(module: nn.Module) -> Iterator[dict]:
-    yield module._forward_hooks
-    yield module._forward_pre_hooks
-    if (registry := vars(module).get("_diffusers_hook")) is not None:
-        yield registry.hooks
-
-
 def _hook_of(module: nn.Module) -> str | None:
     """A hook that does something around the call of a module, in words."""
-    if not all(_collects_outputs(hook) for hooks in _hooks(module) for hook in hooks.values()):
+    if not all(_collects_outputs(hook) for hooks in hooks_of(module) for hook in hooks.values()):
         return f"a hook on {type(module).__name__}"
     if name := _moves_weights(vars(module).get("_hf_hook")):
         return f"{name} on {type(module).__name__}"
@@ -194,15 +150,11 @@ def _instances(modules: list[nn.Module], place: str, name: str) -> list[nn.Modul
     return [] if kind is None else [m for m in modules if isinstance(m, kind)]
 
 
-def _state(adapter: Any) -> tuple[Any, ...]:
-    """What a module of peft reads from Python when it is called."""
-    own = vars(adapter)
-    return (
-        own.get("scaling"),
-        own.get("merged_adapters"),
-        adapter._active_adapter,
-        adapter._disable_adapters,
-    )
+def _scales(adapters: list[nn.Module]) -> list[float]:
+    """Scales of adapters that are tensors on the CPU, as peft has them for hot-swapping: a capture
+    reads their values."""
+    scales = (s for a in adapters for s in (vars(a).get("scaling") or {}).values())
+    return [float(s) for s in scales if isinstance(s, Tensor) and s.device.type == "cpu"]
 
 
 def _modes_without_effect(layers: list[nn.Module]) -> set[nn.Module]:
@@ -213,27 +165,3 @@ def _modes_without_effect(layers: list[nn.Module]) -> set[nn.Module]:
         added = (child for name, child in layer.named_children() if name != "base_layer")
         found.update((layer,), *(child.modules() for child in added))
     return {m for m in found if not isinstance(m, nn.modules.dropout._DropoutNd)}
-
-
-def _settings(modules: list[nn.Module]) -> list[Any]:
-    """Objects beside the modules that choose the attention: the processors of diffusers, and the
-    configs of transformers."""
-    found = {}
-    for module in modules:
-        config = vars(module).get("config")
-        processor = vars(module).get("processor") or module._modules.get("processor")
-        if hasattr(processor, "__dict__"):
-            found[id(processor)] = processor
-        if hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
-    return list(found.values())
-
-
-def _plain(names: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the entries that are plain values, or lists of them."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in names.items()
-        if isinstance(value, PLAIN)
-        or (isinstance(value, list) and all(isinstance(v, PLAIN) for v in value))
-    }

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ..fusions import QKV, Fusions
 from ..fusions.projections import in_turn
-from ..recipe import Forward, Patch, Recipe, full_name
+from ..recipe import Forward, Patch, Recipe, class_of, full_name
 
-PROCESSOR = "AttnProcessor2_0"
+NAME = "AttnProcessor2_0"
+PROCESSOR = f"diffusers.models.attention_processor.{NAME}"
 
 
 def attention(fuse: Fusions) -> Forward:
@@ -36,14 +37,14 @@ def attention(fuse: Fusions) -> Forward:
 def is_attention(module: nn.Module) -> bool | str:
     if full_name(type(module)) != "diffusers.models.attention_processor.Attention":
         return False
-    if type(module.processor).__name__ != PROCESSOR:
+    if type(module.processor) is not class_of(PROCESSOR):
         return f"no recipe for its {type(module.processor).__name__}"
     return is_plain(module) or "it normalises its input over channels"
 
 
 def is_plain(attn: Any) -> bool:
     return (
-        type(attn.processor).__name__ == PROCESSOR
+        type(attn.processor) is class_of(PROCESSOR)
         and attn.spatial_norm is None
         and attn.group_norm is None
     )
@@ -93,7 +94,7 @@ RECIPE = Recipe(
             attention,
             "QKV in one product, the same steps with less around them, those of the text once a "
             "prompt",
-            sources=("Attention.forward", f"{PROCESSOR}.__call__"),
+            sources=("Attention.forward", f"{NAME}.__call__"),
             written_for=("86cb5d2bf499",),
         ),
     ),

@@ -17,7 +17,7 @@ from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
 from ..fusions.projections import in_turn
 from ..fusions.side_by_side import joint
-from ..recipe import Forward, Patch, Recipe
+from ..recipe import Forward, Patch, Recipe, class_of
 from ..slots import hooked
 from ._joint import QUIET, Rotary, Stream, joint_qk
 from .adaln import adapted, is_adaptive
@@ -170,7 +170,7 @@ def is_plain(attn: Any, alone: bool) -> bool:
     """The processor the recipe was written after, with projections of their own, for the image
     alone or for both."""
     return (
-        type(attn.processor).__name__ == "FluxAttnProcessor"
+        type(attn.processor) is class_of(f"{MODULE}.FluxAttnProcessor")
         and not attn.fused_projections
         and alone == (attn.added_kv_proj_dim is None)
     )

@@ -20,12 +20,13 @@ from ..code import fingerprint, runs_in_turn
 from ..fusions import GATE_UP, QKV, Fusions
 from ..fusions.projections import product
 from ..norms import Norm
-from ..recipe import Chain, Forward, Patch, Recipe
+from ..recipe import Chain, Forward, Patch, Recipe, full_name
 
 # transformers 5.17 to 5.22
 LAYER = "ecfc0010cf77"  # LlamaDecoderLayer
 MLP = "a63053b7956b"  # LlamaMLP
 LLAMA, MISTRAL, QWEN2, QWEN3 = "2fc5664d94ae", "741ad75452c4", "8a4b8238783c", "ede566726f97"
+SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
 ATTENTION = (LLAMA, MISTRAL, QWEN2, QWEN3)
 CHANGED = "its forward is not one the recipe was written after"
 
@@ -177,8 +178,8 @@ def is_mlp(module: nn.Module) -> bool | str:
         return False
     if fingerprint(type(module).forward) != MLP:
         return CHANGED
-    name = type(module.act_fn).__name__
-    return True if name in ("SiLU", "SiLUActivation") else f"its activation is {name}, not SiLU"
+    name = full_name(type(module.act_fn))
+    return True if name in SILU else f"its activation is {name.rpartition('.')[2]}, not SiLU"
 
 
 RECIPE = Recipe(

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import handoff
 from ..fusions import QKV, Fusions
 from ..fusions.projections import in_turn
 from ..fusions.whole import total
-from ..recipe import Forward, Patch, Recipe
+from ..recipe import Forward, Patch, Recipe, class_of
 from ..tables import narrow
 
 MODULE = "diffusers.models.transformers.transformer_ltx"
@@ -84,7 +85,8 @@ def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
 def modulations(blocks: Iterable[Any], temb: Tensor) -> dict[int, tuple[Tensor, ...]] | None:
     """The same of all blocks in one addition, if their tables are here."""
     tables = {id(b): b.scale_shift_table for b in blocks}
-    if any(t.device != temb.device for t in tables.values()):
+    plain = all(type(t) in (Tensor, Parameter) for t in tables.values())  # FSDP's are not
+    if not plain or any(t.device != temb.device for t in tables.values()):
         return None
     together = added(torch.stack(list(tables.values()))[:, None, None], temb)
     return {block: parts.unbind(2) for block, parts in zip(tables, together, strict=True)}
@@ -122,7 +124,7 @@ def attention(fuse: Fusions) -> Forward:
 
 def is_plain(attn: Any) -> bool:
     """The processor the recipe was written after, with projections of their own."""
-    return type(attn.processor).__name__ == "LTXVideoAttnProcessor" and not getattr(
+    return type(attn.processor) is class_of(f"{MODULE}.LTXVideoAttnProcessor") and not getattr(
         attn, "fused_projections", False
     )
 
@@ -208,9 +210,7 @@ def rope(fuse: Fusions) -> Forward:
         if torch.compiler.is_compiling() or video_coords is not None or not is_numbers(scale):
             return make()
         place = (hidden_states.shape[0], hidden_states.device, num_frames, height, width)
-        # every number of the module counts, whatever it is called
-        own = tuple(v for v in vars(self).values() if isinstance(v, int | float))
-        numbers = (type(self), place, None if scale is None else tuple(scale), own)
+        numbers = (place, None if scale is None else tuple(scale))
         return fuse.tables.remembered(numbers, make)
 
     return forward

@@ -16,11 +16,12 @@ from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
 from ..fusions.projections import product
 from ..fusions.side_by_side import joint
-from ..recipe import Forward, Patch, Recipe, full_name
+from ..recipe import Forward, Patch, Recipe, class_of, full_name
 from ._joint import QUIET, Stream, joint_qk
 from .adaln import adapted, is_adaptive
 
-PROCESSOR = "JointAttnProcessor2_0"
+NAME = "JointAttnProcessor2_0"
+PROCESSOR = f"diffusers.models.attention_processor.{NAME}"
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
@@ -96,7 +97,7 @@ def attention(fuse: Fusions) -> Forward:
         attention_mask: Tensor | None = None,
         **cross_attention_kwargs: Any,
     ) -> Any:
-        plain = type(self.processor).__name__ == PROCESSOR
+        plain = type(self.processor) is class_of(PROCESSOR)
         if not plain or cross_attention_kwargs.keys() - QUIET:
             return NotImplemented
         return attend(fuse, self, hidden_states, encoder_hidden_states)
@@ -108,7 +109,7 @@ def is_joint(module: nn.Module) -> bool | str:
     """The attention of SD3; the class serves many other models."""
     return (
         full_name(type(module)) == "diffusers.models.attention_processor.Attention"
-        and type(module.processor).__name__ == PROCESSOR
+        and type(module.processor) is class_of(PROCESSOR)
     )
 
 
@@ -156,7 +157,7 @@ RECIPE = Recipe(
             attention,
             "QKV in one product, QK-norm of both streams, written side by side",
             covers=NORMS,
-            sources=("Attention.forward", f"{PROCESSOR}.__call__"),
+            sources=("Attention.forward", f"{NAME}.__call__"),
             written_for=("bdde2630dad5",),
         ),
     ),

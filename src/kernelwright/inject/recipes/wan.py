@@ -17,7 +17,7 @@ from .. import handoff
 from ..fusions import QKV, Fusions
 from ..fusions.projections import in_turn
 from ..fusions.whole import total
-from ..recipe import Forward, Patch, Recipe
+from ..recipe import Forward, Patch, Recipe, class_of
 
 MODULE = "diffusers.models.transformers.transformer_wan"
 TEXT_TOKENS = 512  # the last so many tokens of the context are text, those before it an image
@@ -95,7 +95,7 @@ def is_plain(attn: Any, context: Tensor | None) -> bool:
     """The processor the recipe was written after, with projections of their own; and it does not
     share out a context over several GPUs."""
     return (
-        type(attn.processor).__name__ == "WanAttnProcessor"
+        type(attn.processor) is class_of(f"{MODULE}.WanAttnProcessor")
         and not attn.fused_projections
         and (context is None or attn.processor._parallel_config is None)
     )

@@ -1,0 +1,111 @@
+"""Whether tensors still hold the values that something was made of.
+
+PyTorch counts who writes to a tensor, but not through `.data`, NumPy, DLPack, a storage or a kernel
+of one's own: peft merges adapters that way, diffusers' EMA copies weights that way. So what is kept
+beside a result is also a sample of the values it was made of: all of a text, and of each weight the
+first row and the first column. Whoever writes a whole tensor, whole rows or whole columns is found
+out; a few single elements written behind PyTorch's back are not.
+
+The check is launched before a forward and read after it, while the GPU works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Answer = Callable[[], bool]
+
+
+def unchanged() -> bool:
+    return True
+
+
+class Contents:
+    """Samples of tensors, as they were when they were noted."""
+
+    def __init__(self) -> None:
+        self.epoch = 0  # how often all of it was forgotten, and with it what was made of it
+        self._noted: dict[int, tuple[ref[Tensor], bool, list[Tensor]]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Contents:
+        return Contents()
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def note(self, tensor: Tensor, whole: bool = False) -> None:
+        """Remember what is in a tensor now."""
+        key = id(tensor)
+        sample = [words.clone() for words in _words(tensor, whole)]
+        gone = ref(tensor, lambda _: self._noted.pop(key, None) and None)
+        self._noted[key] = gone, whole, sample
+
+    def forget(self) -> None:
+        """Give up everything that was made of these tensors."""
+        self.epoch += 1
+        self._noted = {}
+
+    def check(self, copies: Iterable[tuple[Tensor, Tensor]] = ()) -> Answer:
+        """Begin to compare all that is noted with what is there now, and pairs of tensors with each
+        other; the answer waits for that alone."""
+        now: list[Tensor] = []
+        then: list[Tensor] = []
+        for found, whole, sample in list(self._noted.values()):
+            if (tensor := found()) is not None:
+                words = _words(tensor, whole)
+                if list(map(_place, words)) != list(map(_place, sample)):
+                    return lambda: False
+                now += words
+                then += sample
+        for copy, given in copies:
+            now += _words(given, True)
+            then += _words(copy, True)
+        return _compare(now, then) if now else unchanged
+
+
+def _words(tensor: Tensor, whole: bool) -> list[Tensor]:
+    """Views of a tensor's bits, as integers."""
+    bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.uint8))
+    if whole or bits.ndim < 2 or bits.numel() == 0:
+        return [bits.reshape(-1)]
+    if bits.ndim > 2:
+        bits = bits.flatten(1)
+    return [bits[0], bits[:, 0]]
+
+
+def _place(words: Tensor) -> tuple[int, torch.device, torch.dtype]:
+    return words.numel(), words.device, words.dtype
+
+
+def _compare(now: Sequence[Tensor], then: Sequence[Tensor]) -> Answer:
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for a, b in zip(now, then, strict=True):
+        ours, theirs = groups.setdefault((a.device, a.dtype), ([], []))
+        ours.append(a)
+        theirs.append(b)
+    with torch.no_grad():
+        answers = [_same(*group) for group in groups.values()]
+    return lambda: all([answer() for answer in answers])
+
+
+def _same(now: list[Tensor], then: list[Tensor]) -> Answer:
+    same = (torch.cat(now) == torch.cat(then)).all()
+    if not same.is_cuda:
+        return lambda: bool(same)
+    with torch.cuda.device(same.device):
+        told = torch.empty((), dtype=torch.bool, pin_memory=True)
+        told.copy_(same, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+    def answer() -> bool:
+        done.synchronize()
+        return bool(told)
+
+    return answer
