@@ -8,7 +8,8 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import contract, eight_bit_rows, eight_bits, slots
+from kernelwright.inject import contract, eight_bit_rows, eight_bits, runs, slots
+from kernelwright.inject.contents import Contents
 from kernelwright.inject.graphs import capture
 from kernelwright.ops import fp8
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE
@@ -203,8 +204,15 @@ def packed(bias=True):
     return model.blocks, eight, report
 
 
+@pytest.fixture
+def in_a_model():
+    """Layers run in eight bits inside their model: it alone knows of adapters around them."""
+    with runs.begin(nn.Identity(), (), {}, Contents()):
+        yield
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_layers_of_one_input_are_one_product_from_the_first_call(monkeypatch, bias):
+def test_layers_of_one_input_are_one_product_from_the_first_call(monkeypatch, bias, in_a_model):
     (layers, eight, report), x = packed(bias), torch.randn(2, 8, 64)
     products = calls(monkeypatch, "product")
     for _ in range(2):
@@ -219,7 +227,7 @@ def test_layers_of_one_input_are_one_product_from_the_first_call(monkeypatch, bi
     assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
 
 
-def test_if_one_layer_is_refused_none_is_together_with_others():
+def test_if_one_layer_is_refused_none_is_together_with_others(in_a_model):
     (layers, eight, report), x = packed(), torch.randn(8, 64)
     layers[1].weight[:, 0] = 1e7
     x[:, 0] = 1e-9
@@ -233,7 +241,7 @@ def test_if_one_layer_is_refused_none_is_together_with_others():
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_what_is_written_to_one_of_several_layers_counts_at_once(name):
+def test_what_is_written_to_one_of_several_layers_counts_at_once(name, in_a_model):
     (layers, eight, _), x = packed(), torch.randn(8, 64)
     before = eight.together(layers, x)
     getattr(layers[1], name).add_(1)

@@ -12,6 +12,7 @@ from transformers.utils import import_utils
 import kernelwright as kw
 from kernelwright.inject import graphs as graphs_module
 from kernelwright.inject.graphs import capturing, masks
+from kernelwright.inject.graphs.capture import DRAWS
 
 from .harness import run, same
 from .language import model_of, words
@@ -164,16 +165,19 @@ def test_nothing_is_left_on_transformers_and_other_threads_see_its_own():
         decide()
 
 
-def test_random_numbers_beside_a_mask_that_may_change_run_without_a_graph():
+def test_random_numbers_are_drawn_as_often_as_without_a_graph():
     class Draws(nn.Module):
         def forward(self, x, positions):
             packed = masking_utils.find_packed_sequence_indices(positions)
             return x + torch.rand_like(x) * (1 if packed is None else 2)
 
     module, graphs = Draws().eval(), CpuGraphs()
-    for _ in range(3):
-        called(graphs, module, data(0, 2, 7), POSITIONS["one"])
-    assert graphs.reasons == {"random numbers, and masks that depend on its inputs": 2}
+    torch.manual_seed(0)
+    expected = [module(data(0, 2, 7), POSITIONS["one"]) for _ in range(4)]
+    torch.manual_seed(0)
+    for plain in expected:
+        assert torch.equal(called(graphs, module, data(0, 2, 7), POSITIONS["one"]), plain)
+    assert graphs.reasons == {DRAWS: 4}
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import torch
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
 from kernelwright import models
+from kernelwright.inject.tables import Tables
 
 
 def ltx(dtype=torch.float32, **size):
@@ -70,16 +71,15 @@ def test_another_resolution_is_checked_anew():
 
 def test_rotary_tables_are_made_once_and_are_never_stale(monkeypatch):
     model, inputs = ltx()
-    kind, made = type(model.rope), []
-    old = kind.forward
+    made, remembered = [], Tables.remembered
 
-    def counted(self, *args, **kwargs):
-        made.append(1)
-        return old(self, *args, **kwargs)
+    def counted(self, numbers, make):
+        return remembered(self, numbers, lambda: made.append(1) or make())
 
+    monkeypatch.setattr(Tables, "remembered", counted)
     with kw.injected(model) as report:
         expected = run(model, inputs)
-        monkeypatch.setattr(kind, "forward", counted)
+        made.clear()
         assert same(run(model, inputs), expected)
         assert not made
         tables = model.rope(inputs["hidden_states"], *(inputs[k] for k in SIZES))

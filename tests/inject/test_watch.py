@@ -247,11 +247,16 @@ def test_lora_with_dropout_in_training_mode_cannot():
     assert Watch(model).obstacle(model) is None
 
 
-def test_a_lora_scale_on_the_cpu_would_be_baked_in():
+def test_a_lora_scale_that_is_a_tensor_counts_by_its_value():
+    """As peft has scales for hot-swapping; a capture reads the value."""
     model = stack()
     layer = with_lora(model)
     layer.scaling["default"] = torch.tensor(2.0)
-    assert "scale" in Watch(model).obstacle(model)
+    watch = Watch(model)
+    assert watch.same(model)
+    assert watch.obstacle(model) is None
+    layer.scaling["default"].fill_(3.0)
+    assert not watch.same(model)
 
 
 def test_which_copy_of_a_trained_module_is_active_is_watched():

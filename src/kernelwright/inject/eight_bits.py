@@ -142,10 +142,14 @@ class EightBits:
         if len({m.bias is None for m in layers}) > 1:
             return None
         pack = self._packs.get(layers[0])
-        if pack is None or not pack.is_of(layers, list(map(self._layers.get, layers)), self.contents):
+        if pack is None or not pack.is_of(
+            layers, list(map(self._layers.get, layers)), self.contents
+        ):
             if capturing():
                 return None
-            pack = self._packs[layers[0]] = Pack.of(layers, map(self._quantised, layers), self.contents)
+            pack = self._packs[layers[0]] = Pack.of(
+                layers, map(self._quantised, layers), self.contents
+            )
         for layer in layers:
             depend(layer.weight)
             if layer.bias is not None:
@@ -220,7 +224,9 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
         return "it was called outside its model"
     if x.numel() < ROWS * x.shape[-1]:
         return f"fewer than {ROWS} rows"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
         return "gradients are recorded"
     if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
         return "its dtype changes"

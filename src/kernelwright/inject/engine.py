@@ -21,8 +21,8 @@ from torch import nn
 
 from . import handoff, norms, runs, slots
 from .check import current
-from .eight_bits import DOES, EightBits, check_device, unfit
 from .contents import Contents, unchanged
+from .eight_bits import DOES, EightBits, check_device, unfit
 from .first_sight import Checker
 from .fusions import Fusions
 from .graphs.capture import capturing
@@ -243,7 +243,8 @@ def _plan(
         graphed = wrap if module is replayed else None
         root = module is model and bool(injection.forwards)
         if (chain or graphed or root) and slots.why_not(module) is None:
-            whole = _whole(type(module), chain, graphed, fusions)
+            inner = next((f for r, f in injection.forwards if r() is module), None)
+            whole = _whole(type(module), inner, chain, graphed, fusions)
             injection.forwards.append((ref(module), whole))
     return injection
 
@@ -340,16 +341,22 @@ def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Che
 
 
 def _whole(
-    kind: type[nn.Module], chain: Chain | None, graphs: Graphs | None, fusions: Fusions
+    kind: type[nn.Module],
+    inner: Forward | None,
+    chain: Chain | None,
+    graphs: Graphs | None,
+    fusions: Fusions,
 ) -> Forward:
-    """The forward of a whole model: its own, told in which order the blocks run, or as a graph."""
+    """The forward of a whole model: its own, or `inner` if a patch is for the model itself, told in
+    which order the blocks run, or as a graph."""
     own = kind.forward
+    runs_as = inner or own
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         eager = type(self).forward
         if torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
+            return runs_as(self, *args, **kwargs)
         if current.eager or eager is not own:
             return eager(self, *args, **kwargs)
         if graphs is not None:
@@ -379,9 +386,9 @@ def _whole(
 
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if chain is None:
-            return own(self, *args, **kwargs)
+            return runs_as(self, *args, **kwargs)
         with handoff.chain(chain(self), signature(args, kwargs)):
-            return own(self, *args, **kwargs)
+            return runs_as(self, *args, **kwargs)
 
-    setattr(forward, slots.MARK, None)
+    setattr(forward, slots.MARK, getattr(inner, slots.MARK, None))
     return forward

@@ -122,9 +122,7 @@ class Checker:
     untold: WeakKeyDictionary[nn.Module, bool] = field(default_factory=WeakKeyDictionary)
     # called with a module that is not what it was
     changed: Callable[[nn.Module], None] = lambda module: None
-    _records: WeakKeyDictionary[nn.Module, list[_Record]] = field(
-        default_factory=WeakKeyDictionary
-    )
+    _records: WeakKeyDictionary[nn.Module, list[_Record]] = field(default_factory=WeakKeyDictionary)
     _proven: set[type] = field(default_factory=set)
 
     def run(self, module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:
@@ -164,10 +162,11 @@ class Checker:
             return known[0]
         found = next((r for r in known if r.state.holds(module)), None)
         if found is None:
-            self._proven.discard(type(module))
-            self.changed(module)
-            handoff.forget()
-            handoff.allow(module)
+            if known:
+                self._proven.discard(type(module))
+                self.changed(module)
+                handoff.forget()  # it was made for what the module was
+                handoff.allow(module)
             found = _Record(
                 State(module, adapters=False),
                 memory_of(module),
@@ -177,8 +176,9 @@ class Checker:
         if not known or found is not known[0]:
             others = [r for r in known if r is not found]
             self._records[module] = [found, *others[: STATES - 1]]
-            if known:  # coming back to a state
+            if found in known:  # it has come back to this state
                 self.changed(module)
+                handoff.forget()
         found.checked = serial
         return found
 

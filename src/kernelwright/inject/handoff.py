@@ -19,7 +19,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from . import runs
 from .slots import hooked
 
 NONE: dict[int, nn.Module] = {}

@@ -98,13 +98,18 @@ def recipes() -> tuple[Recipe, ...]:
     )
 
 
-@cache
 def fingerprint(kind: type, sources: tuple[str, ...]) -> str:
-    """How these functions are written; "" if one of them cannot be read."""
-    outlines = []
+    """How these functions are written now; "" if one of them cannot be read."""
+    functions = []
     for name in sources:
         found: Any = sys.modules[kind.__module__]
         for part in name.split("."):
             found = getattr(found, part, None)
-        outlines.append(outline(found))
+        functions.append(found)
+    return _fingerprint(tuple(functions))
+
+
+@cache
+def _fingerprint(functions: tuple[Any, ...]) -> str:
+    outlines = list(map(outline, functions))
     return hashlib.sha256(repr(outlines).encode()).hexdigest()[:12] if all(outlines) else ""

@@ -18,6 +18,7 @@ from .state import is_hooked as hooked
 
 __all__ = ["MARK", "current", "hooked", "is_ours", "put", "remove", "why_not"]
 
+
 def current(module: nn.Module) -> Callable[..., Any] | None:
     """Our forward of this module, if it has one."""
     return next((f for _, _, f in _slots(module) if is_ours(f)), None)

@@ -107,10 +107,9 @@ def attention(fuse: Fusions) -> Forward:
 
 def is_joint(module: nn.Module) -> bool | str:
     """The attention of SD3; the class serves many other models."""
-    return (
-        full_name(type(module)) == "diffusers.models.attention_processor.Attention"
-        and type(module.processor) is class_of(PROCESSOR)
-    )
+    return full_name(type(module)) == "diffusers.models.attention_processor.Attention" and type(
+        module.processor
+    ) is class_of(PROCESSOR)
 
 
 def attend(
