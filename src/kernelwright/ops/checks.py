@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# what Python has for a type of a schema, and what an error says is expected
+KINDS: Mapping[str, tuple[Any, str]] = {
+    "float": (int | float | torch.SymFloat | torch.SymInt, "a number"),
+    "int": (int | torch.SymInt, "a whole number"),
+    "bool": (bool | torch.SymBool, "True or False"),
+    "str": (str, "a string"),
+}
+LARGEST = sys.float_info.max
+
+
+def kinds(op: str, arguments: Sequence[tuple[str, str]], values: Sequence[Any]) -> None:
+    """That each value is of the type which the schema gives its argument. A number in a tensor is
+    none: a plan keeps numbers, and what a tensor holds may change."""
+    for (name, kind), value in zip(arguments, values, strict=True):
+        if kind.startswith("Tensor"):
+            if value is not None or not kind.endswith("?"):
+                dense(op, name, value)
+            continue
+        types, expected = KINDS.get(kind, (object, "another value"))
+        if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+            raise TypeError(f"{op}: {name} is {shown(value)}, expected {expected}")
+
+
+def how(
+    op: str, exact: Any, chains: Iterable[str], backend: Any, backends: tuple[str, ...]
+) -> None:
+    """The chain and the backend that a call names."""
+    if exact is not None and not (isinstance(exact, str) and exact in chains):
+        known = ", ".join(map(repr, chains)) or "none"
+        raise ValueError(f"{op}: exact is {shown(exact)}, known chains are {known}")
+    if backend is not None:
+        choice(op, "backend", backend, backends)
 
 
 def common(op: str, values: Mapping[str, Any]) -> None:
-    """What holds for every op: dense floating tensors on one device, a sane eps."""
+    """What holds for every op: dense floating tensors on one device, finite numbers, a sane eps."""
     first: tuple[str, Tensor] | None = None
     for name, value in values.items():
         if isinstance(value, Tensor):
-            if value.layout != torch.strided:
-                raise TypeError(f"{op}: {name} is {value.layout}, expected a dense tensor")
+            dense(op, name, value)
             if value.dtype not in DTYPES:
                 raise TypeError(
                     f"{op}: {name} is {value.dtype}, expected float16, bfloat16 or float32"
@@ -29,18 +60,28 @@ def common(op: str, values: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{op}: {name} is on {value.device}, {first[0]} is on {first[1].device}"
                 )
-        elif name == "eps" and not (
-            isinstance(value, int | float) and math.isfinite(value) and value >= 0
-        ):
-            raise ValueError(f"{op}: eps is {value!r}, expected a finite number, zero or above")
+        elif name == "eps":
+            finite(op, name, value)
+            if value < 0:
+                raise ValueError(f"{op}: eps is {value!r}, expected a finite number, zero or above")
+        elif isinstance(value, float):
+            finite(op, name, value)
     if first is None:
         name = next(iter(values))
-        raise TypeError(f"{op}: {name} is {type(values[name]).__name__}, expected a tensor")
+        raise TypeError(f"{op}: {name} is {shown(values[name])}, expected a tensor")
+
+
+def dense(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor")
+    if value.is_nested:
+        raise TypeError(f"{op}: {name} is a nested tensor, expected a dense tensor")
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} is {value.layout}, expected a dense tensor")
 
 
 def tensor(op: str, name: str, value: Any, min_dims: int = 1) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor")
+    dense(op, name, value)
     if value.ndim < min_dims:
         raise ValueError(f"{op}: {name} has {value.ndim} dimensions, expected {min_dims} or more")
 
@@ -68,13 +109,27 @@ def like(op: str, name: str, value: Any, other: Tensor, against: str) -> None:
 
 
 def choice(op: str, name: str, value: Any, accepted: Sequence[Any]) -> None:
-    if value not in accepted:
-        raise ValueError(f"{op}: {name} is {value!r}, expected one of {tuple(accepted)}")
+    # by type first: 1 is no True, and a tensor or an array compares element by element
+    if not isinstance(value, type(accepted[0])) or value not in accepted:
+        raise ValueError(f"{op}: {name} is {shown(value)}, expected one of {tuple(accepted)}")
 
 
 def finite(op: str, name: str, value: Any) -> None:
-    if not (isinstance(value, int | float) and math.isfinite(value)):
-        raise ValueError(f"{op}: {name} is {value!r}, expected a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat):
+        raise TypeError(f"{op}: {name} is {shown(value)}, expected a number")
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{op}: {name} is {shown(value)}, expected a finite number")
+
+
+def shown(value: Any) -> str:
+    """What came, in a few words: a tensor may be large, and a number have a million digits."""
+    if isinstance(value, Tensor):
+        return "a tensor"
+    try:
+        text = repr(value)
+    except Exception:  # it is the caller's object, or has too many digits for Python
+        text = ""
+    return text if 0 < len(text) <= 60 else f"of type {type(value).__name__}, too long to show"
 
 
 def outputs(
@@ -89,7 +144,13 @@ def outputs(
     for name, o, w in zip(names, given, wanted, strict=True):
         if o is None:
             continue
-        tensor(op, name, o, min_dims=0)
+        dense(op, name, o)
+        # torch.compile cannot ask, and copies into it with the sign that it has
+        if not torch.compiler.is_compiling() and o.is_neg():
+            raise ValueError(
+                f"{op}: {name} is a negative view (its is_neg() is True), whose memory has the "
+                f"other sign; pass a tensor that is none"
+            )
         if o.shape != w.shape:
             raise ValueError(f"{op}: {name} has shape {list(o.shape)}, expected {list(w.shape)}")
         if o.dtype != w.dtype:

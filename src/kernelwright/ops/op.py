@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from ..backends import Launch, Unsupported
-from . import checks, library, plugins, selection, served
+from . import checks, gradient, library, plugins, selection, served
 from .case import Case, Inputs, Sized
 from .plan import Call, How, LaunchPlan, Plan, eager_plan
 from .selection import BACKENDS, Choice, use_backend
 from .signature import compile_signature, layouts
+from .transforms import refuse_kernels, transformed
 from .written import compile_call
 
 __all__ = ["Call", "Choice", "Composite", "Op", "registry", "use_backend"]
@@ -70,11 +71,13 @@ class Op:
     def __post_init__(self) -> None:
         arguments = library.arguments(self.schema)
         self.arguments = tuple(name for name, _ in arguments)
+        self._kinds = arguments
         self._signature = compile_signature(arguments)
         self._plans: dict[Any, Plan] = {}
         self.run = compile_call(self, arguments)
         self.library_op = library.register(self)
         self.unrecorded_op = library.register_unrecorded(self)
+        gradient.record(self)
         self.inplace_op = library.register_inplace(self) if self.inplace else None
         if not self.internal:
             _registry[self.name] = self
@@ -93,20 +96,24 @@ class Op:
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str | None, inplace: bool
     ) -> Any:
         """A call that is traced, that the dispatcher has to see, that is new, or that is wrong."""
+        checks.how(self.name, exact, self.exact, backend, BACKENDS)
+        checks.choice(self.name, "inplace", inplace, (True, False))
         if torch.compiler.is_compiling():
             backend = selection.traced() if backend is None else backend
             return self._traced(args, out, exact, backend, inplace)
         if backend is None:
             backend = selection.current.get()
-        if torch._C._len_torch_dispatch_stack():  # a dispatch mode is to see the op
-            return self._dispatched(args, out, exact, backend, inplace)
+        checks.kinds(self.name, self._kinds, args)
         try:
+            # a dispatch mode is to see the op, or PyTorch is to transform it
+            if torch._C._len_torch_dispatch_stack() or transformed(args):
+                return self._dispatched(args, out, exact, backend, inplace)
             key = self._signature(args, exact, backend, inplace)
             if key is None:
                 return self._dispatched(args, out, exact, backend, inplace)
             hash(key if out is None else (key, layouts(out)))
-        except (TypeError, AttributeError, RuntimeError):
-            # unhashable, no tensor, or one without strides: let the checks name the argument
+        except Exception:
+            # unhashable, or nothing that PyTorch can take: let the checks name the argument
             self.validate(args, out, exact, backend, inplace)
             raise
         return self.compute(args, out, exact, backend, inplace)
@@ -128,6 +135,13 @@ class Op:
             self._plans[key] = plan
         return plan(args, out)
 
+    def in_steps(self, args: tuple[Any, ...], exact: str | None, backend: str) -> Any:
+        """Run the reference, or the eager chain, in the open: PyTorch transforms each step."""
+        self.validate(args, None, exact, backend)
+        refuse_kernels(self.name, backend)
+        self._refuse_promotion(args, exact)
+        return eager_plan(self, How(exact, "torch", inplace=False, strict=True))(args, None)
+
     @staticmethod
     def surrounding() -> str:
         """The backend of the `use_backend` around this call."""
@@ -146,12 +160,21 @@ class Op:
         needs_grad = torch.is_grad_enabled() and any(
             isinstance(a, Tensor) and a.requires_grad for a in args
         )
-        if needs_grad and (out is not None or inplace):
+        if out is not None or inplace:
             what = "out=" if out is not None else "inplace=True"
-            raise ValueError(
-                f"{self.name}: {what} cannot be recorded for autograd; "
-                f"leave it out, or call under torch.no_grad()"
-            )
+            if needs_grad:
+                raise ValueError(
+                    f"{self.name}: {what} cannot be recorded for autograd; "
+                    f"leave it out, or call under torch.no_grad()"
+                )
+            if transformed(args):
+                raise ValueError(
+                    f"{self.name}: {what} cannot be transformed by torch.func or forward-mode "
+                    f"differentiation; leave it out"
+                )
+            if inplace:
+                changed = [args[self.arguments.index(n)] for n in self.inplace]
+                checks.outputs(self.name, self.inplace, changed, changed, args)
         return self._traced(args, out, exact, backend, inplace)
 
     def _traced(
@@ -167,8 +190,8 @@ class Op:
         result = through(*args, exact or "", backend)
         if out is None:
             return result
-        single = not isinstance(out, tuple)
-        given = (out,) if single else out
+        given = self._given(out)
+        single = len(given) == 1
         results = (result,) if single else result
         checks.outputs(self.name, self.outputs, given, results, args)
         kept = tuple(r if o is None else o.copy_(r) for o, r in zip(given, results, strict=True))
@@ -228,11 +251,9 @@ class Op:
         inplace: bool = False,
     ) -> tuple[Tensor | None, ...] | None:
         """Raise a ValueError or TypeError that names the argument if the call is wrong."""
-        if backend not in BACKENDS:
-            raise ValueError(f"{self.name}: backend is {backend!r}, expected one of {BACKENDS}")
-        if exact and exact not in self.exact:
-            names = ", ".join(map(repr, self.exact)) or "none"
-            raise ValueError(f"{self.name}: exact is {exact!r}, known chains are {names}")
+        checks.how(self.name, exact, self.exact, backend, BACKENDS)
+        checks.choice(self.name, "inplace", inplace, (True, False))
+        checks.kinds(self.name, self._kinds, args)
         checks.common(self.name, dict(zip(self.arguments, args, strict=True)))
         self.check(*args)
         if inplace:
@@ -240,11 +261,24 @@ class Op:
             checks.outputs(self.name, self.inplace, changed, changed, args)
         if out is None:
             return None
-        given = out if isinstance(out, tuple) else (out,)
+        given = self._given(out)
         with torch.no_grad():
             wanted = self.allocate(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
         checks.outputs(self.name, self.outputs, given, wanted, args)
         return given
+
+    def _given(self, out: Any) -> tuple[Any, ...]:
+        """The outputs that a caller gives: one by itself, of several a tuple."""
+        names = self.outputs
+        if len(names) == 1:
+            if isinstance(out, tuple):
+                raise TypeError(f"{self.name}: {names[0]} is a tuple, expected a tensor")
+            return (out,)
+        if not isinstance(out, tuple) or len(out) != len(names):
+            raise TypeError(
+                f"{self.name}: out is {checks.shown(out)}, expected a tuple of {', '.join(names)}"
+            )
+        return out
 
     def choose(self, args: tuple[Any, ...], exact: str | None, backend: str = "auto") -> Choice:
         """The backend that runs this call, and why."""

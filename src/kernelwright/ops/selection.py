@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import backends
+from . import checks
 
 BACKENDS = ("auto", "torch", "triton", "cuda", "aot", "hub")
 
@@ -29,8 +30,7 @@ def use_backend(backend: str) -> Iterator[None]:
     >>> with use_backend("torch"):
     ...     y = rmsnorm(torch.ones(1, 2))
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"use_backend: backend is {backend!r}, expected one of {BACKENDS}")
+    checks.choice("use_backend", "backend", backend, BACKENDS)
     if torch.compiler.is_compiling():
         _traced.append(backend)
         try:

@@ -5,7 +5,7 @@ the schema, so the look-up key is compiled once an op, as namedtuple and datacla
 
     def signature(args, exact, backend, inplace):
         input, weight, eps, = args
-        if type(input) not in _PLAIN or ...:
+        if type(input) not in _PLAIN or ... or input.is_neg() or ...:
             return None
         return exact, backend, inplace, input.shape, input.stride(), ..., eps
 """
@@ -59,23 +59,26 @@ def key(arguments: Arguments) -> str:
 
 
 def dispatched(arguments: Arguments) -> str:
-    """Text: whether the dispatcher has to see a call, for a tensor subclass or for a gradient."""
-    odd, grads = [], []
+    """Text: whether the dispatcher has to see a call, for a tensor subclass, for a gradient, or
+    for a tensor that is the negative of its memory."""
+    odd, negative, grads = [], [], []
     for name, kind in arguments:
         if kind == "Tensor[]":
             odd.append(f"not _PLAIN.issuperset(map(type, {name}))")
+            negative.append(f"any(_t.is_neg() for _t in {name})")
             grads.append(f"any(_t.requires_grad for _t in {name})")
         elif kind.startswith("Tensor"):
             there = f"{name} is not None and " if kind.endswith("?") else ""
             odd.append(f"{there}type({name}) not in _PLAIN")
+            negative.append(f"{there}{name}.is_neg()")
             grads.append(f"{there}{name}.requires_grad")
-    return f"{' or '.join(odd)} or _recording() and ({' or '.join(grads)})"
+    return f"{' or '.join(odd + negative)} or _recording() and ({' or '.join(grads)})"
 
 
 def layouts(out: Any) -> tuple[Any, ...]:
     """What of the outputs that a caller gives belongs to the signature."""
     return tuple(
-        None if o is None else (o.shape, o.stride(), o.dtype, o.device)
+        None if o is None else (o.shape, o.stride(), o.dtype, o.device, o.is_neg())
         for o in (out if type(out) is tuple else (out,))
     )
 

@@ -7,7 +7,8 @@ underscore. A call of rmsnorm is
 
     def call(input, weight, eps, out=None, exact=None, backend=None, inplace=False):
         _args = input, weight, eps,
-        if _traced() or _modes() or type(input) not in _PLAIN or ... weight.requires_grad):
+        if _traced() or _modes() or _forward_ad._current_level >= 0 or (
+            type(input) not in _PLAIN or ... weight.requires_grad)):
             return _op.carefully(_args, out, exact, backend, inplace)
         if backend is None:
             backend = _surrounding()
@@ -18,7 +19,12 @@ underscore. A call of rmsnorm is
             _plan = None
         if _plan is None:
             return _op.carefully(_args, out, exact, backend, inplace)
-        return _plan(_args, out)
+        try:
+            return _plan(_args, out)
+        except RuntimeError:
+            if not _in_functorch():
+                raise
+        return _op.carefully(_args, out, exact, backend, inplace)
 
 and the plan that it finds, if nothing has to be copied before the launch,
 
@@ -39,11 +45,12 @@ and the plan that it finds, if nothing has to be copied before the launch,
 What a graph of torch.compile calls is written out too, and needs no dispatcher to find a plan:
 
     def around(input, weight=None, eps=1e-6, exact="", backend=""):
-        if _modes() or type(input) not in _PLAIN or ... weight.requires_grad):
+        if _modes() or _forward_ad._current_level >= 0 or ... weight.requires_grad)):
             return _through(input, weight, eps, exact, backend,)
-        exact, backend, inplace = exact or None, backend or _surrounding(), False
-        _key = exact, backend, inplace, input.shape, input.stride(), ..., eps
-        ...
+        try:
+            exact, backend, inplace = exact or None, backend or _surrounding(), False
+            _plan = _op._plans.get((exact, backend, inplace, input.shape, ..., eps))
+            ...
 """
 
 from __future__ import annotations
@@ -52,8 +59,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import selection, signature
+from .transforms import in_functorch
 
 if TYPE_CHECKING:
     from .op import Op
@@ -62,7 +71,7 @@ if TYPE_CHECKING:
 _CALL = """
 def call({names} out=None, exact=None, backend=None, inplace=False):
     _args = {names}
-    if _traced() or _modes() or {dispatched}:
+    if _traced() or _modes() or _forward_ad._current_level >= 0 or {dispatched}:
         return _op.carefully(_args, out, exact, backend, inplace)
     if backend is None:
         backend = _surrounding()
@@ -73,21 +82,32 @@ def call({names} out=None, exact=None, backend=None, inplace=False):
         _plan = None
     if _plan is None:
         return _op.carefully(_args, out, exact, backend, inplace)
-    return _plan(_args, out)
+    try:
+        return _plan(_args, out)
+    except RuntimeError:
+        # a tensor of torch.func has no address; to ask before every launch takes longer
+        if not _in_functorch():
+            raise
+    return _op.carefully(_args, out, exact, backend, inplace)
 """
 
 _AROUND = """
 def around({given}):
-    if _modes() or {dispatched}:
+    if _modes() or _forward_ad._current_level >= 0 or {dispatched}:
         return _through({names})
-    {body}
+    try:
+        {body}
+    except RuntimeError:
+        if not _in_functorch():
+            raise
+    return _through({names})
 """
 _PLANNED = """exact, backend, inplace = exact or None, backend or _surrounding(), False
-    _args = {names}
-    _plan = _op._plans.get(({key}))
-    if _plan is None:
-        return _op.compute(_args, None, exact, backend, False)
-    return _plan(_args, None)"""
+        _args = {names}
+        _plan = _op._plans.get(({key}))
+        if _plan is None:
+            return _op.compute(_args, None, exact, backend, False)
+        return _plan(_args, None)"""
 
 
 def compile_call(op: Op, arguments: signature.Arguments) -> Callable[..., Any]:
@@ -172,6 +192,9 @@ def _scope(op: Op | None) -> dict[str, Any]:
         **signature.SCOPE,
         "_op": op,
         "_modes": torch._C._len_torch_dispatch_stack,
+        "_in_functorch": in_functorch,
+        # the module, not its level: that is a global that PyTorch sets anew
+        "_forward_ad": forward_ad,
         "_surrounding": selection.current.get,
         "_layouts": signature.layouts,
     }

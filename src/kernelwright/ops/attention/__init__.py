@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import checks, selection
 from ..op import MAX_PLANS, Composite
+from ..transforms import refuse_kernels, transformed
 from . import cases, foreign, reference, sdpa
 from .choice import BACKENDS, choose, choose_for, request_of
 from .limits import deterministic, left_out, switches
@@ -68,12 +69,24 @@ def attention(
         # kernels look for the largest score before they scale it; the same sign on both sides
         query, scale = -query, -scale
     args = (query, key, value, mask, scale, causal)
+    if not torch.compiler.is_compiling() and transformed(args[:4]):
+        return _transformed(*args, backend)
     name = (_checked if torch.compiler.is_compiling() else _kept)(*args, backend)
     if name not in ("torch", "math") and 0 in (query.shape[0], query.shape[1]):
         name = "math"  # no batch or no heads: nothing to compute, and not every kernel knows it
     if name in sdpa.KERNELS:
         return sdpa.KERNELS[name](*args)
     return foreign.run(*args, name)
+
+
+def _transformed(*values: Any) -> Tensor:
+    """A call under torch.func or with tangents: in steps that PyTorch can transform."""
+    _check(*values)
+    *args, backend = values
+    if backend not in sdpa.KERNELS:
+        refuse_kernels("attention", backend)
+        backend = "math"
+    return sdpa.KERNELS[backend](*args)
 
 
 def _kept(
@@ -183,12 +196,9 @@ def _check(
             f"attention: query has {heads} heads, expected a multiple of key's {groups}"
         )
     if not isinstance(causal, bool):
-        raise TypeError(f"attention: causal is {causal!r}, expected True or False")
+        raise TypeError(f"attention: causal is {checks.shown(causal)}, expected True or False")
     if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
-            raise TypeError(f"attention: scale is {scale!r}, expected a number or None")
-        if not -float("inf") < scale < float("inf"):
-            raise ValueError(f"attention: scale is {scale!r}, expected a finite number or None")
+        checks.finite(op_name, "scale", scale)
     if mask is not None:
         _check_mask(mask, query, (batch, heads, queries, keys))
 

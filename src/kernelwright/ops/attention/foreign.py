@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ... import backends
-from .. import library, served
+from .. import gradient, library, served
 from ..op import MAX_PLANS
 from ..plan import Call
 from ..signature import PLAIN
+from . import sdpa
 
 ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal"
 
@@ -51,6 +52,8 @@ def allocate(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 def _run_kernel(*values: Any) -> Tensor:
     *args, backend = values
+    # what a kernel reads is memory, and not the sign that a view puts before it
+    args = [a.resolve_neg() if isinstance(a, Tensor) else a for a in args]
     if backend == "hub":
         server = served.server("attention")
         if server is None:
@@ -141,7 +144,14 @@ def _through_pytorch(*args: Any) -> Tensor:
     return attention(*args, backend="auto")
 
 
+def _in_steps(*values: Any) -> Tensor:
+    *args, _ = values
+    return sdpa.math(*args)
+
+
 _node = library.define(
     "attention_forward", f"({ARGUMENTS}, str backend) -> Tensor", _run_kernel, _fake
 )
-library.recompute_gradient("attention_forward", ARGUMENTS.split(", "), _through_pytorch, hidden=1)
+gradient.recompute(
+    _node, "attention_forward", ARGUMENTS.split(", "), _through_pytorch, _in_steps, twice=sdpa.math
+)

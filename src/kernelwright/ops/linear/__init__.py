@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import checks, selection
 from ..gelu import GELU
 from ..op import MAX_PLANS, Composite
+from ..transforms import refuse_kernels, transformed
 from . import algorithms, cases, reference, whole
 
 __all__ = ["linear_gelu"]
@@ -54,6 +55,10 @@ def linear_gelu(
         and (x.is_cuda or x.is_cpu)
         and torch.is_autocast_enabled(x.device.type)
     )
+    if not torch.compiler.is_compiling() and transformed((x, weight, bias)):
+        _check(x, weight, bias, approximate, backend, mixed)
+        refuse_kernels("linear_gelu", backend)
+        return reference.linear_gelu(x, weight, bias, approximate)
     fused = _checked if torch.compiler.is_compiling() else _kept
     if fused(x, weight, bias, approximate, backend, mixed):
         return algorithms.linear(x, weight, bias, gelu=True)
@@ -83,6 +88,7 @@ def _kept(
             bias is not None
             and (bias.shape, bias.stride(), bias.dtype, bias.device, grad and bias.requires_grad),
             (approximate, backend, mixed),
+            _negative(x, weight, bias),
         )
         fused = _choices.get(signature)
     except (AttributeError, RuntimeError, TypeError):
@@ -130,6 +136,8 @@ def _problem(
         return "autocast is on"
     if 0 in (*x.shape, *weight.shape):
         return "a tensor is empty"
+    if _negative(x, weight, bias):
+        return "a tensor is the negative of its memory"
     if _recording(x, weight, bias):
         return "it has no gradient: GELU's needs the product before it"
     return None
@@ -138,6 +146,13 @@ def _problem(
 def _recording(*tensors: Tensor | None) -> bool:
     """Whether autograd records what is done to these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _negative(*tensors: Tensor | None) -> bool:
+    """Whether one of them is a view with the sign of its memory turned."""
+    if torch.compiler.is_compiling():  # it cannot ask, and its nodes turn it themselves
+        return False
+    return any(t is not None and t.is_neg() for t in tensors)
 
 
 @selection.given
@@ -174,7 +189,8 @@ def _check(x: Any, weight: Any, bias: Any, approximate: Any, backend: Any, mixed
         if t.dtype != x.dtype and not mixed:
             raise TypeError(f"{name}: {argument} is {t.dtype}, x is {x.dtype}")
     if not isinstance(approximate, bool):
-        raise TypeError(f"{name}: approximate is {approximate!r}, expected True or False")
+        came = checks.shown(approximate)
+        raise TypeError(f"{name}: approximate is {came}, expected True or False")
 
 
 Composite(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import library
+from .. import gradient, library
 from .reference import linear_gelu
 
 ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, bool approximate"
@@ -24,4 +24,4 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: bool) -> 
 
 
 _node = library.define("linear_gelu", f"({ARGUMENTS}) -> Tensor", linear_gelu, _fake)
-library.recompute_gradient("linear_gelu", ARGUMENTS.split(", "), linear_gelu, hidden=0)
+gradient.recompute(_node, "linear_gelu", ARGUMENTS.split(", "), linear_gelu, steps=linear_gelu)

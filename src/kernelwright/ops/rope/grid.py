@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import checks
 from ..op import Composite
+from ..selection import BACKENDS
 from . import cases
 from .apply import APPLY_ROPE_QK, LAYOUTS
 from .tables import grid_tables, split
@@ -34,7 +33,7 @@ def rope_1d(
     >>> q[0, 0, 0]
     tensor([1., 1.])
     """
-    _check_heads("rope_1d", query, key, layout)
+    _check_heads("rope_1d", query, key, layout, inplace, backend)
     _check_numbers("rope_1d", {}, {"theta_base": theta_base})
     return _on_grid(
         "rope_1d",
@@ -72,7 +71,7 @@ def rope_3d(
     >>> x = torch.ones(1, 8, 1, 6)
     >>> q, k = rope_3d(x, x, num_frames=2, height=2, width=2)
     """
-    _check_heads("rope_3d", query, key, layout)
+    _check_heads("rope_3d", query, key, layout, inplace, backend)
     counts = {"num_frames": num_frames, "height": height, "width": width}
     _check_numbers("rope_3d", counts, {"theta_base": theta_base})
     return _on_grid(
@@ -115,7 +114,7 @@ def rope_3d_extended(
     >>> q, k = rope_3d_extended(x, x, 2, 2, 2, 4, 2, 2)
     """
     op = "rope_3d_extended"
-    _check_heads(op, query, key, layout)
+    _check_heads(op, query, key, layout, inplace, backend)
     shares = {"rope_dim_t": rope_dim_t, "rope_dim_h": rope_dim_h, "rope_dim_w": rope_dim_w}
     _check_numbers(
         op,
@@ -124,11 +123,11 @@ def rope_3d_extended(
     )
     for name, dim in shares.items():
         if dim % 2:
-            raise ValueError(f"{op}: {name} is {dim!r}, expected an even number")
+            raise ValueError(f"{op}: {name} is {checks.shown(dim)}, expected an even number")
     dims = (rope_dim_t, rope_dim_h, rope_dim_w)
     if sum(dims) != query.shape[3]:
         raise ValueError(
-            f"{op}: rope_dim_t + rope_dim_h + rope_dim_w is {sum(dims)}, "
+            f"{op}: rope_dim_t + rope_dim_h + rope_dim_w is {checks.shown(sum(dims))}, "
             f"query has head dimension {query.shape[3]}"
         )
     return _on_grid(
@@ -144,7 +143,11 @@ def rope_3d_extended(
     )
 
 
-def _check_heads(op: str, query: Tensor, key: Tensor, layout: str) -> None:
+def _check_heads(
+    op: str, query: Tensor, key: Tensor, layout: str, inplace: bool, backend: str | None
+) -> None:
+    checks.how(op, None, (), backend, BACKENDS)
+    checks.choice(op, "inplace", inplace, (True, False))
     both = {"query": query, "key": key}
     for name, t in both.items():
         checks.tensor(op, name, t)
@@ -161,10 +164,13 @@ def _check_heads(op: str, query: Tensor, key: Tensor, layout: str) -> None:
 
 def _check_numbers(op: str, counts: dict[str, Any], thetas: dict[str, Any]) -> None:
     for name, n in counts.items():
-        if not isinstance(n, int | torch.SymInt) or n < 0:
-            raise ValueError(f"{op}: {name} is {n!r}, expected a whole number, zero or above")
+        checks.kinds(op, [(name, "int")], [n])
+        if n < 0:
+            came = checks.shown(n)
+            raise ValueError(f"{op}: {name} is {came}, expected a whole number, zero or above")
     for name, theta in thetas.items():
-        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        checks.finite(op, name, theta)
+        if theta <= 0:
             raise ValueError(f"{op}: {name} is {theta!r}, expected a finite number above zero")
 
 
@@ -183,7 +189,8 @@ def _on_grid(
     for name, t in (("query", query), ("key", key)):
         if t.shape[1] != tokens:
             raise ValueError(
-                f"{op}: {name} has {t.shape[1]} tokens, num_frames * height * width is {tokens}"
+                f"{op}: {name} has {t.shape[1]} tokens, "
+                f"num_frames * height * width is {checks.shown(tokens)}"
             )
     cos, sin = grid_tables(grid, dims, thetas, query.device)
     return APPLY_ROPE_QK.run(query, key, cos, sin, layout, inplace=inplace, backend=backend)

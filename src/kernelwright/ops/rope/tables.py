@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from ..transforms import in_functorch
 
 _SCHEMA = (
     "(SymInt num_frames, SymInt height, SymInt width, int dim_t, int dim_h, int dim_w, "
@@ -50,6 +51,9 @@ def grid_tables(
     """
     if torch.compiler.is_compiling():
         return _node(*grid, *dims, *thetas, device)
+    if torch._C._len_torch_dispatch_stack() or in_functorch():
+        # tensors of a mode or of a transform end with it: such tables are not kept
+        return _make(grid, dims, thetas, device)
     return _kept(grid, dims, thetas, device)
 
 
