@@ -157,6 +157,14 @@ def test_doctor_notes_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     assert any("KERNELWRIGHT_CACHE" in n for n in report.notes)
 
 
+def test_doctor_notes_a_cache_that_others_may_write_to(monkeypatch, tmp_path):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(doctor.KernelCache, "default", lambda: doctor.KernelCache(tmp_path))
+    report = doctor.examine()
+    assert not report.cache_writable
+    assert any(f"chmod go-w {tmp_path}" in n for n in report.notes)
+
+
 def test_demo_without_diffusers_names_the_extra(monkeypatch):
     from kernelwright import demo
 

@@ -84,9 +84,10 @@ def examine() -> Report:
     if count and nvrtc_error:
         notes.append(f"the cuda backend and exact modes are off: {nvrtc_error}")
     if not cache.writable():
+        why = cache.problem() or f"{cache.folder} cannot be written"
         notes.append(
-            f"{cache.folder} cannot be written, so each process compiles anew: "
-            f"set KERNELWRIGHT_CACHE to a writable folder"
+            f"{why}, so each process compiles anew: "
+            f"set KERNELWRIGHT_CACHE to a writable folder of your own"
         )
     return Report(
         system=f"{platform.system()} {platform.machine()}",
