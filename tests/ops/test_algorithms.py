@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cublaslt_on_cpu import NOT_SUPPORTED, Known, decided, operands
 
-from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
+from kernelwright.ops.linear import algorithms, choosing, cublaslt
 from kernelwright.ops.linear.algorithms import linear
 from kernelwright.ops.linear.plain import plain, plain_into
 
@@ -227,29 +227,6 @@ def test_a_switch_that_changes_the_bits_of_linear_asks_anew(pretend, monkeypatch
     linear(x[:4], weight, bias)
     linear(x, weight, bias)
     assert len(algorithms.decisions()) == 4
-
-
-def test_a_configuration_that_is_not_named_is_asked_for_and_taken(pretend):
-    first, other, *unknown = configurations.MORE
-    mine = configurations.Configuration(tile=24, option=7, cluster=5)
-    library = pretend(Known(100, of=mine), Known(97, of=first), Known(90, of=other, named=False))
-    x, weight, bias = operands()
-    for _ in range(2):
-        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
-    assert library.launched[-1][0] == 2
-    assert library.checked == [other, *unknown]  # the named one was not asked for again
-    assert decided().us == 90
-
-
-@pytest.mark.parametrize("version", [130_200, 120_901, 140_000])
-def test_configurations_are_those_of_one_version_and_of_hoppers_algorithm_alone(pretend, version):
-    mine = configurations.Configuration(tile=24, option=7, cluster=5)
-    library = pretend(Known(100, of=mine), version=version)
-    linear(*operands())
-    assert bool(library.checked) == (version == 130_200)
-    library = pretend(Known(100), Known(90), version=version)
-    linear(*operands())
-    assert not library.checked
 
 
 def test_another_number_of_rows_tries_the_winner_alone(pretend):
