@@ -112,6 +112,17 @@ def test_zeros_decide_nothing_but_that(pretend):
     assert "zeros" in decided().why
 
 
+@pytest.mark.parametrize(("part", "tells"), [(8, True), (20, False)])
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_an_operand_of_which_few_elements_are_not_zero_decides_nothing(pretend, which, part, tells):
+    library = pretend(Known(10))
+    given = dict(zip(("x", "weight", "bias"), operands((20,), width=40), strict=True))
+    given[which].view(-1)[torch.arange(given[which].numel()) % part > 0] = 0
+    linear(**given)
+    assert bool(library.launched) is tells
+    assert ("zeros" in decided().why) is not tells
+
+
 def test_what_cublaslt_could_not_do_is_left_out(pretend):
     library = pretend(Known(10, status=NOT_SUPPORTED), Known(90))
     x, weight, bias = operands()

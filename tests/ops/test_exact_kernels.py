@@ -8,6 +8,7 @@ from exact_kernels import EXACT, IN_FLOAT32, WIDTHS, has_kernel, promotes, refus
 
 from kernelwright.backends import Unsupported
 from kernelwright.checking.promises import promises
+from kernelwright.ops.row.order import torch_order
 
 CHAINS = [pytest.param(op, chain, id=f"{op.name}-{chain}") for op in EXACT for chain in op.exact]
 
@@ -27,6 +28,12 @@ def test_what_is_known_to_have_none_is_declared():
         for chain, cases in known.items():
             assert set(cases) <= chains[chain], chain
             assert chains[chain] - set(cases), f"{chain} has no kernel at all"
+
+
+@pytest.mark.parametrize("width", [4, 12, 100, 1540])
+def test_the_order_of_rms_norm_is_known_for_every_multiple_of_four(width):
+    """No declared case has a width that is one of four and none of eight."""
+    assert torch_order(width, "TorchRms", room=8).vector == 4
 
 
 def kept_by_a_kernel(op):
