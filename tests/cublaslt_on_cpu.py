@@ -37,7 +37,8 @@ class CublasLt:
 
     known: list[Known]
     torch_us: float = 100
-    version: int = 130_200
+    version: int = 130_100
+    capability: tuple[int, int] = (9, 0)
     answers: dict = field(default_factory=dict)  # by a function's name: a status to answer with
     launched: list = field(default_factory=list)  # number of the algorithm, address of the bias
     checked: list = field(default_factory=list)  # configurations that were asked for

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kernelwright import doctor, gpus
@@ -155,6 +156,22 @@ def test_doctor_notes_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     report = doctor.examine()
     assert not report.cache_writable
     assert any("KERNELWRIGHT_CACHE" in n for n in report.notes)
+
+
+def test_doctor_says_whether_unnamed_configurations_of_cublaslt_are_tried(capsys):
+    report = doctor.examine()
+    assert (report.cublaslt is None) == (report.torch_gpus == 0)
+    line = "configurations that cuBLASLt does not name are not tried: another version"
+    Console(width=200).print(doctor.page(dataclasses.replace(report, cublaslt=line)))
+    assert line in capsys.readouterr().out
+
+
+def test_doctor_notes_a_cache_that_others_may_write_to(monkeypatch, tmp_path):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(doctor.KernelCache, "default", lambda: doctor.KernelCache(tmp_path))
+    report = doctor.examine()
+    assert not report.cache_writable
+    assert any(f"chmod go-w {tmp_path}" in n for n in report.notes)
 
 
 def test_demo_without_diffusers_names_the_extra(monkeypatch):

@@ -18,6 +18,7 @@ from rich.text import Text
 from .backends import cuda
 from .backends.cache import KernelCache
 from .gpus import Gpu, nvidia_smi, torch_gpu
+from .ops.linear import algorithms
 from .ops.op import Choice, Composite, Op, registry
 
 # the oldest GPUs that torch's own CUDA 13 builds serve
@@ -52,6 +53,7 @@ class Report:
     headers: str | None
     cache: str
     cache_writable: bool
+    cublaslt: str | None
     ops: tuple[OpBackend, ...]
     problem: str | None
     notes: tuple[str, ...]
@@ -84,9 +86,10 @@ def examine() -> Report:
     if count and nvrtc_error:
         notes.append(f"the cuda backend and exact modes are off: {nvrtc_error}")
     if not cache.writable():
+        why = cache.problem() or f"{cache.folder} cannot be written"
         notes.append(
-            f"{cache.folder} cannot be written, so each process compiles anew: "
-            f"set KERNELWRIGHT_CACHE to a writable folder"
+            f"{why}, so each process compiles anew: "
+            f"set KERNELWRIGHT_CACHE to a writable folder of your own"
         )
     return Report(
         system=f"{platform.system()} {platform.machine()}",
@@ -102,6 +105,7 @@ def examine() -> Report:
         headers=headers,
         cache=str(cache.folder),
         cache_writable=cache.writable(),
+        cublaslt=algorithms.unnamed(torch.device("cuda", 0)) if count else None,
         ops=ops,
         problem=problem or _no_kernels(count, ops),
         notes=tuple(notes),
@@ -130,6 +134,8 @@ def page(report: Report) -> RenderableType:
     fact("NVRTC", report.nvrtc)
     fact("cuda_bf16.h", report.headers)
     fact("kernel cache", report.cache + ("" if report.cache_writable else " (not writable)"))
+    if report.cublaslt:
+        fact("products", report.cublaslt)
 
     ops = Table("op", "backend", "exact mode", "why", header_style="bold")
     for o in report.ops:

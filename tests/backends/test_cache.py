@@ -79,9 +79,133 @@ def test_a_file_that_others_may_write_is_not_read(cache, mode):
     assert cache.read(KEY) is None
 
 
-def test_a_folder_in_place_of_a_file_is_no_kernel(cache):
-    cache.path(KEY).mkdir(parents=True)
+def moved(cache, other):
+    cache.path(KEY).rename(cache.path(other))
+
+
+def linked(cache, other):
+    os.link(cache.path(KEY), cache.path(other))
+
+
+def copied(cache, other):
+    cache.path(other).write_bytes(cache.path(KEY).read_bytes())
+    cache.path(other).chmod(0o600)
+
+
+@pytest.mark.parametrize("how", [moved, linked, copied])
+def test_a_kernel_under_the_key_of_another_is_not_read_and_is_made_anew(cache, how):
+    other = KernelCache.key("another kernel")
+    cache.write(KEY, PAYLOAD)
+    cache.path(other).parent.mkdir(mode=0o700, exist_ok=True)
+    how(cache, other)
+    assert cache.read(other) is None
+    cache.write(other, PAYLOAD[::-1])
+    assert cache.read(other) == PAYLOAD[::-1]
+    assert cache.read(KEY) == (None if how is moved else PAYLOAD)
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["file", "folder"])
+def test_a_link_is_not_followed(cache, tmp_path, below):
+    """Neither in place of the file nor of the folder that holds it, whatever lies behind it."""
+    place = cache.path(KEY) if below else cache.path(KEY).parent
+    cache.write(KEY, PAYLOAD)
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
     assert cache.read(KEY) is None
+    if below:
+        cache.write(KEY, PAYLOAD)
+        assert not place.is_symlink()
+        assert cache.read(KEY) == PAYLOAD
+
+
+def test_the_cache_folder_itself_may_be_a_link_to_another_disk(cache, tmp_path):
+    (tmp_path / "disk").mkdir(mode=0o700)
+    cache.folder.symlink_to(tmp_path / "disk")
+    cache.write(KEY, PAYLOAD)
+    assert cache.read(KEY) == PAYLOAD
+    assert files(KernelCache(tmp_path / "disk"))
+
+
+def test_a_fifo_in_place_of_a_file_is_no_kernel_and_holds_nobody_up(cache):
+    cache.write(KEY, PAYLOAD)
+    cache.path(KEY).unlink()
+    os.mkfifo(cache.path(KEY), 0o600)
+    reader = forked().Process(target=cache.read, args=(KEY,))
+    reader.start()
+    reader.join(timeout=60)
+    waits = reader.is_alive()
+    reader.kill()
+    assert not waits
+    assert cache.read(KEY) is None
+    cache.write(KEY, PAYLOAD)
+    assert cache.read(KEY) == PAYLOAD
+
+
+def test_a_folder_in_place_of_a_file_is_no_kernel(cache):
+    cache.path(KEY).parent.mkdir(mode=0o700, parents=True)
+    cache.path(KEY).mkdir(mode=0o700)
+    assert cache.read(KEY) is None
+    with pytest.warns(UserWarning, match="cannot keep compiled kernels"):
+        cache.write(KEY, PAYLOAD)
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777])
+@pytest.mark.parametrize("below", [True, False], ids=["part", "whole"])
+def test_a_folder_that_others_may_write_to_is_no_cache_and_costs_one_warning(cache, mode, below):
+    cache.write(KEY, PAYLOAD)
+    folder = cache.path(KEY).parent if below else cache.folder
+    before = cache.path(KEY).stat()
+    folder.chmod(mode)
+    assert cache.read(KEY) is None
+    assert cache.writable() is below
+    with pytest.warns(UserWarning, match=r"others may write to it: chmod go-w.*KERNELWRIGHT_CACHE"):
+        cache.write(KEY, PAYLOAD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.write(KEY, PAYLOAD)
+    assert cache.path(KEY).stat() == before
+    folder.chmod(0o700)
+    assert cache.read(KEY) == PAYLOAD
+
+
+@pytest.mark.parametrize("part", ["file", "part", "folder"])
+def test_what_belongs_to_another_user_is_not_read(cache, monkeypatch, part):
+    cache.write(KEY, PAYLOAD)
+    path = cache.path(KEY)
+    foreign = {"file": path, "part": path.parent, "folder": path.parent.parent}[part].stat().st_ino
+    fstat = os.fstat
+
+    def of_another(at):
+        found = fstat(at)
+        fields = list(found)
+        fields[stat.ST_UID] += found.st_ino == foreign
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", of_another)
+    assert cache.read(KEY) is None
+    if part != "file":
+        with pytest.warns(UserWarning, match="it belongs to user"):
+            cache.write(KEY, PAYLOAD)
+
+
+def test_what_is_too_large_for_a_kernel_is_neither_read_nor_kept(cache, monkeypatch):
+    cache.write(KEY, PAYLOAD)
+    size = cache.path(KEY).stat().st_size
+    monkeypatch.setattr(kept, "MOST_BYTES", size)
+    assert cache.read(KEY) == PAYLOAD
+    monkeypatch.setattr(kept, "MOST_BYTES", size - 1)
+    assert cache.read(KEY) is None
+    with pytest.warns(UserWarning, match="a kernel of 2048 bytes"):
+        cache.write(KEY, PAYLOAD)
+
+
+def test_a_folder_that_can_only_be_read_serves_what_it_holds(cache, monkeypatch):
+    cache.write(KEY, PAYLOAD)
+    monkeypatch.setattr(os, "access", lambda folder, how: not how & os.W_OK)  # root may write
+    assert cache.read(KEY) == PAYLOAD
+    assert cache.problem() is None
+    assert not cache.writable()
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(blocked):
@@ -95,7 +219,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(blocked):
 
 
 def test_a_full_disk_leaves_nothing_behind(cache, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)

@@ -12,7 +12,8 @@ import statistics
 import pytest
 import torch
 from declared import DTYPES, every_case, every_op, full
-from inject.harness import draws, run
+from exact_kernels import has_kernel, promotes
+from inject.harness import MOST_ERROR, draws, run
 from inject.language import model_of, words
 from numerics import as_tuple, hold_case
 
@@ -50,10 +51,9 @@ def test_a_compiled_kernel_is_as_close_to_float64_as_eager(op, case, dtype):
 def test_a_compiled_kernel_gives_the_bits_of_nvrtc(op, case, dtype):
     arguments = case.arguments(Inputs(dtype, "cuda"))
     for exact in (None, *op.exact):
-        try:
-            want = as_tuple(op.call(arguments, exact=exact, backend="cuda"))
-        except ValueError:
+        if exact and (promotes(op, case, exact, dtype) or not has_kernel(op, case, exact, dtype)):
             continue  # an order that has no kernel here, whoever compiles
+        want = as_tuple(op.call(arguments, exact=exact, backend="cuda"))
         got = as_tuple(op.call(arguments, exact=exact, backend="aot"))
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)), exact
 
@@ -167,4 +167,4 @@ def errs_no_more_than_eager(ours, model, inputs):
         truth = run(wide, contract.widened(given))
         eager, got = (contract.error(run(m, given), truth) for m in (model, ours))
         ratios.append(got / eager)
-    assert statistics.geometric_mean(ratios) <= contract.MARGIN, ratios
+    assert statistics.geometric_mean(ratios) <= MOST_ERROR, ratios

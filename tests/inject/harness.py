@@ -10,6 +10,10 @@ import kernelwright as kw
 from kernelwright.inject import contract
 from kernelwright.inject.check import eagerly
 
+# what the tiers that round differently promise, in times of eager's error. not the library's own
+# number: held against that, a wider one would pass as well
+MOST_ERROR = 1.05
+
 
 @torch.no_grad()
 def run(model, inputs):
@@ -82,7 +86,7 @@ def check_fused(model, inputs, **how):
     eager = errors()
     with kw.injected(model, numerics="fused", **how):
         ratios = [fused / plain for fused, plain in zip(errors(), eager, strict=True)]
-    assert statistics.geometric_mean(ratios) <= contract.MARGIN, ratios
+    assert statistics.geometric_mean(ratios) <= MOST_ERROR, ratios
     check_restored(model, inputs, expected)
     return report
 

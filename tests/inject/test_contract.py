@@ -29,3 +29,22 @@ def test_rows_of_a_wider_tensor_and_none_at_all():
 
 def test_what_is_not_a_number_is_no_small_error():
     assert math.isnan(contract.error(torch.tensor([math.nan, 1.0]), torch.ones(2)))
+
+
+def test_the_promise_is_five_percent_and_what_few_rows_cannot_tell():
+    """By numbers of its own: a margin that grows has to fail here."""
+    many = 10**12
+    assert contract.holds(many, 1.04, 1.0)
+    assert not contract.holds(many, 1.06, 1.0)
+    assert contract.holds(100, 1.15, 1.0)  # 1.05 * (1 + 1/10) is 1.155
+    assert not contract.holds(100, 1.16, 1.0)
+    # an eager run without error leaves room for float32's own, and no more
+    assert contract.holds(many, 0.9e-5, 0.0)
+    assert not contract.holds(many, 1.1e-5, 0.0)
+    assert not contract.holds(many, math.nan, 1.0)
+
+
+def test_what_was_not_measured_breaks_no_promise():
+    assert contract.holds(1)
+    assert contract.holds(1, error=1.0)
+    assert contract.holds(1, eager_error=0.0)

@@ -16,6 +16,10 @@ from kernelwright.ops.fp8.rows import NORM_QUANTIZE
 
 from .harness import left_behind, run, same
 
+# twice what three bits of mantissa cost a product, as docs and code promise. not the code's own
+# number: held against that, a wider one would pass as well
+MOST_ERROR = 0.074
+
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
@@ -38,7 +42,7 @@ def test_a_model_comes_near_and_is_brought_back(name):
     layers = [f for f in report.findings if f.kind == "Linear"]
     assert layers
     assert not report.problems
-    assert all(0.01 < f.error <= eight_bits.LIMIT for f in layers)
+    assert all(0.01 < f.error <= MOST_ERROR for f in layers)
     assert 0 < contract.error(result, expected) < 0.25
     assert "layers in eight bits" in report.summary
     kw.restore(model)
@@ -81,7 +85,20 @@ def test_a_layer_that_loses_too_much_stays_eager_and_is_named():
     with pytest.warns(UserWarning, match=r"blocks\.1 .* in eight bits"):
         model(x)
     assert [f.module for f in report.problems] == ["blocks.1"]
-    assert contract.error(model(x), expected) <= 2 * eight_bits.LIMIT
+    assert contract.error(model(x), expected) <= 2 * MOST_ERROR
+
+
+@pytest.mark.parametrize(("off", "kept"), [(0.0739, True), (0.0741, False)])
+@pytest.mark.filterwarnings("ignore:.*in eight bits:UserWarning")
+def test_a_layer_is_kept_up_to_the_error_that_is_promised(monkeypatch, off, kept):
+    model, x = stack(), torch.randn(8, 64)
+    expected = model(x)
+    report = kw.inject(model, numerics="fp8")
+    monkeypatch.setattr(contract, "error", lambda result, expected: off)
+    for _ in range(2):
+        result = model(x)
+    assert (not report.problems) is kept
+    assert same(result, expected) is not kept
 
 
 def test_a_weight_that_is_written_to_counts_at_once():
@@ -219,7 +236,7 @@ def test_layers_of_one_input_are_one_product_from_the_first_call(monkeypatch, bi
         results = eight.together(layers, x)
     assert len(products) == 2
     assert [f.module for f in report.findings] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert all(0.01 < f.error <= eight_bits.LIMIT for f in report.findings)
+    assert all(0.01 < f.error <= MOST_ERROR for f in report.findings)
     for layer, result in zip(layers, results, strict=True):
         torch.testing.assert_close(result, layer(x), rtol=1e-5, atol=1e-5)
         assert result.untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr()

@@ -16,6 +16,7 @@ def pretend(monkeypatch):
         algorithms.forget()
         choosing._library.cache_clear()
         monkeypatch.setattr(choosing, "load", lambda: library)
+        monkeypatch.setattr(choosing, "capability", lambda device: library.capability)
         monkeypatch.setattr(choosing, "readings", library.readings)
         monkeypatch.setattr(choosing, "_stream", lambda device: 0)
         for module in (choosing, cublaslt):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from cublaslt_on_cpu import NOT_SUPPORTED, Known, decided, operands
 
-from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
+from kernelwright.ops.linear import algorithms, choosing, cublaslt
 from kernelwright.ops.linear.algorithms import linear
 from kernelwright.ops.linear.plain import plain, plain_into
 
@@ -110,6 +110,17 @@ def test_zeros_decide_nothing_but_that(pretend):
     linear(torch.zeros_like(x), weight, bias)
     assert not library.launched
     assert "zeros" in decided().why
+
+
+@pytest.mark.parametrize(("part", "tells"), [(8, True), (20, False)])
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_an_operand_of_which_few_elements_are_not_zero_decides_nothing(pretend, which, part, tells):
+    library = pretend(Known(10))
+    given = dict(zip(("x", "weight", "bias"), operands((20,), width=40), strict=True))
+    given[which].view(-1)[torch.arange(given[which].numel()) % part > 0] = 0
+    linear(**given)
+    assert bool(library.launched) is tells
+    assert ("zeros" in decided().why) is not tells
 
 
 def test_what_cublaslt_could_not_do_is_left_out(pretend):
@@ -227,29 +238,6 @@ def test_a_switch_that_changes_the_bits_of_linear_asks_anew(pretend, monkeypatch
     linear(x[:4], weight, bias)
     linear(x, weight, bias)
     assert len(algorithms.decisions()) == 4
-
-
-def test_a_configuration_that_is_not_named_is_asked_for_and_taken(pretend):
-    first, other, *unknown = configurations.MORE
-    mine = configurations.Configuration(tile=24, option=7, cluster=5)
-    library = pretend(Known(100, of=mine), Known(97, of=first), Known(90, of=other, named=False))
-    x, weight, bias = operands()
-    for _ in range(2):
-        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
-    assert library.launched[-1][0] == 2
-    assert library.checked == [other, *unknown]  # the named one was not asked for again
-    assert decided().us == 90
-
-
-@pytest.mark.parametrize("version", [130_200, 120_901, 140_000])
-def test_configurations_are_those_of_one_version_and_of_hoppers_algorithm_alone(pretend, version):
-    mine = configurations.Configuration(tile=24, option=7, cluster=5)
-    library = pretend(Known(100, of=mine), version=version)
-    linear(*operands())
-    assert bool(library.checked) == (version == 130_200)
-    library = pretend(Known(100), Known(90), version=version)
-    linear(*operands())
-    assert not library.checked
 
 
 def test_another_number_of_rows_tries_the_winner_alone(pretend):

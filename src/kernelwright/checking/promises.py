@@ -30,6 +30,7 @@ from .numerics import (
     run,
     widened,
 )
+from .planned import kernels
 
 Checked = Op | Composite
 
@@ -48,7 +49,8 @@ class Promise:
                 stack.enter_context(poisoned_memory())
                 stack.enter_context(rounding_interpreter())
                 stack.enter_context(warnings.catch_warnings())
-                # numpy's exp(89) is infinite; an exact order without a kernel is left to eager
+                # numpy's exp(89) is infinite; an exact order without a kernel is left to eager, and
+                # `exact_kernel` says so if all are
                 warnings.simplefilter("ignore")
                 self.hold()
         except Exception as error:
@@ -90,6 +92,8 @@ def promises(op: Checked, device: str = "cpu") -> Iterator[Promise]:
     for backend in running:
         yield promise(f"{backend}: a bad row stays in its row", bad_row, backend, device)
     if isinstance(op, Op):
+        for chain in op.exact if "cuda" in op.backends else ():
+            yield promise(f"exact {chain}: a kernel keeps its bits", exact_kernel, chain)
         for backend in ("torch", *running):
             yield promise(f"{backend}: out= is written", out_written, backend, device)
         yield promise("torch.library: schema and fake kernel", library_op, device)
@@ -132,9 +136,28 @@ def exact_bits(op: Checked, case: Case, dtype: torch.dtype, chain: str, device: 
     eager = as_tuple(run(op, op.exact[chain], arguments))
     if any(e.dtype != dtype for e in eager):
         return
-    got = as_tuple(op.call(arguments, exact=chain))
+    got = as_tuple(_exactly(op, arguments, chain, device))
     differ = sum(int((g != e).sum()) for g, e in zip(got, eager, strict=True))
     assert all(map(torch.equal, got, eager)), f"{differ} elements are not those of eager {chain}"
+
+
+def _exactly(op: Checked, arguments: dict[str, Any], chain: str, device: str) -> Any:
+    """An exact call by its kernel. Where there is none it is eager itself, which shows nothing of a
+    kernel: that there is one at all is a promise of its own."""
+    if isinstance(op, Op) and "cuda" in kernels_here(op, device):
+        try:
+            return op.call(arguments, exact=chain, backend="cuda")
+        except ValueError as error:
+            if not isinstance(error.__cause__, backends.Unsupported):
+                raise
+    return op.call(arguments, exact=chain)
+
+
+def exact_kernel(op: Op, chain: str) -> None:
+    """The planner has a kernel for some case of an exact call; all others are left to eager."""
+    arch = "sm_90"
+    found = kernels("cuda", arch, everything=True, ops=[op])
+    assert any(k.call.exact == chain for k in found), f"no case has a kernel on {arch}"
 
 
 def bad_row(op: Checked, backend: str, device: str) -> None:

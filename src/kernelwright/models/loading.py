@@ -24,12 +24,14 @@ def load(
     tiny: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
+    allow_pickle: bool = False,
 ) -> Any:
     """A model or a diffusers pipeline in eval mode.
 
     `source` is the name of a preset, a folder that `save_pretrained` wrote, or the id of a
     repository on the Hub, "owner/name". On the "meta" device nothing but configs is read. Code that
-    comes with a model is never run.
+    comes with a model is never run. Weights are read from safetensors; from pickles (.bin) only
+    with `allow_pickle`, where there are no others, and then tensors and nothing else.
 
     >>> load("qwen3-8b", device="meta").config.num_hidden_layers
     36
@@ -45,14 +47,33 @@ def load(
             return _empty_pipeline(source, index, dtype)
         from diffusers import DiffusionPipeline
 
-        return DiffusionPipeline.from_pretrained(source, **_cast("diffusers", dtype)).to(device)
+        return _pretrained(DiffusionPipeline, "diffusers", source, dtype, allow_pickle).to(device)
     if (config := _read(source, MODEL)) is None:
         raise _nothing(source, f"it has no {PIPELINE} and no {MODEL}, or cannot be reached")
     library, name = _class_of(source, config)
     cls = _find(source, library, name)
     if on_meta:
         return _empty(cls, source, None, dtype)
-    return cls.from_pretrained(source, **_cast(library, dtype)).to(device).eval()
+    return _pretrained(cls, library, source, dtype, allow_pickle).to(device).eval()
+
+
+def _pretrained(cls: Any, library: str, source: str, dtype: torch.dtype, allow_pickle: bool) -> Any:
+    """`from_pretrained` with the weights that may be read: left to themselves both libraries take
+    pickles where there is nothing else."""
+    how = _cast(library, dtype)
+    if allow_pickle:
+        # diffusers has no such argument, and never unpickles otherwise
+        safely = {"weights_only": True} if library == "transformers" else {}
+        return cls.from_pretrained(source, **safely, **how)
+    try:
+        return cls.from_pretrained(source, use_safetensors=True, **how)
+    except OSError as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{source}: its weights cannot be read from safetensors ({why}). Pickled weights "
+            f"are read only if asked for: load(..., allow_pickle=True) if you trust their source; "
+            f"then save_pretrained writes them as safetensors"
+        ) from error
 
 
 def _read(source: str, file: str) -> dict[str, Any] | None:

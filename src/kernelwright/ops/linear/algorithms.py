@@ -140,7 +140,22 @@ def describe() -> str:
     if gains:
         text += f", {gains[0]:.2f} to {gains[-1]:.2f} times as fast"
     kept = Counter(d.why for d in made if d.way is None)
-    return "; ".join([text, *(f"{n} not: {why}" for why, n in kept.most_common())])
+    why_not = [f"{n} not: {why}" for why, n in kept.most_common()]
+    devices = dict.fromkeys(key[0][-1] for key in list(_decisions))
+    return "; ".join([text, *why_not, *dict.fromkeys(map(unnamed, devices))])
+
+
+def unnamed(device: torch.device) -> str:
+    """One line: whether configurations that cuBLASLt does not name by itself are tried on this GPU,
+    and why not."""
+    if not _on.get():
+        why: str | None = "KERNELWRIGHT_CUBLASLT=0 leaves products to PyTorch"
+    elif not serves(device):
+        why = "algorithms are chosen on GPUs of capability 9.0"
+    else:
+        why = choosing.unnamed_problem(-1 if device.index is None else device.index)
+    state = "tried" if why is None else f"not tried: {why}"
+    return f"configurations that cuBLASLt does not name are {state}"
 
 
 def forget() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import configurations
 from .cublaslt import (
     ALIGNMENT,
     TYPES,
@@ -225,7 +226,19 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @functools.cache
 def _library(device: int) -> Library:
-    return Library(load())
+    return Library(load(), capability(device))
+
+
+def capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def unnamed_problem(device: int) -> str | None:
+    """Why configurations that cuBLASLt does not name are not tried on this GPU, or None."""
+    try:
+        return configurations.problem(load(), capability(device))
+    except Refused as no:
+        return str(no)
 
 
 def readings(ways: list[Callable[[], Any]], rounds: int) -> list[float]:

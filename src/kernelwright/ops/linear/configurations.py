@@ -16,7 +16,24 @@ from typing import Any
 # attributes of an algorithm, as cublasLt.h numbers them; the last has 16 bits, the others 32
 ALGORITHM, TILE, OPTION, CLUSTER = 0, 1, 5, 8
 HOPPER = 66  # the algorithm that the configurations below are of
-VERSION = 13  # of cuBLASLt, whose numbers they are
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A cuBLASLt, by what cublasLtGetVersion returns, and a GPU that they were tried on."""
+
+    version: int
+    capability: tuple[int, int]
+    where: str
+
+    def __str__(self) -> str:
+        return _on(self.version, self.capability)
+
+
+# the numbers are documented nowhere and may mean something else in any other build: with some of
+# them cuBLASLt was seen to divide by zero, which ends the process. so they are asked for where
+# they were tried, and nowhere else. tests/gpu/test_algorithms.py tries them in a process of its own
+TRIED = (Tried(130_100, (9, 0), "H200, torch 2.11.0+cu130, nvidia-cublas 13.1.0.3"),)
 
 
 @dataclass(frozen=True)
@@ -29,7 +46,7 @@ class Configuration:
 
 
 # the fastest five of 34 that it names for one or another product of LTX-Video, FLUX, SD3.5, Wan and
-# Llama. only such are asked for: with others it was seen to divide by zero
+# Llama. only such are asked for: those that it divided by zero with were others
 MORE = (
     Configuration(tile=20, option=1, cluster=3),  # 128 x 128, in pairs
     Configuration(tile=165, option=0, cluster=3),
@@ -39,9 +56,22 @@ MORE = (
 )
 
 
-def served(functions: Any) -> bool:
-    """Whether this cuBLASLt is one that may be asked for them."""
-    return functions.cublasLtGetVersion() // 10_000 == VERSION
+def problem(functions: Any, capability: tuple[int, int]) -> str | None:
+    """Why this cuBLASLt may not be asked for them on a GPU of this capability, or None."""
+    ask = getattr(functions, "cublasLtGetVersion", None)
+    if ask is None:
+        return "this cuBLASLt does not say which version it is"
+    version = ask()
+    if any((t.version, t.capability) == (version, capability) for t in TRIED):
+        return None
+    tried = ", ".join(map(str, TRIED))
+    return f"{_on(version, capability)} was not tried, {tried} was"
+
+
+def _on(version: int, capability: tuple[int, int]) -> str:
+    """130100 is version 13.1.0, as cublas_api.h puts it together."""
+    parts = version // 10_000, version // 100 % 100, version % 100
+    return "cuBLASLt {}.{}.{} on capability {}.{}".format(*parts, *capability)
 
 
 def of(functions: Any, found: ctypes.Structure) -> Configuration | None:

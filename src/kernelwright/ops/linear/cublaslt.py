@@ -83,10 +83,12 @@ def load() -> Any:
 
 
 class Library:
-    """cuBLASLt on the GPU that is current when this is made."""
+    """cuBLASLt on the GPU that is current when this is made, which is of this capability."""
 
-    def __init__(self, functions: Any) -> None:
+    def __init__(self, functions: Any, capability: tuple[int, int]) -> None:
         self.functions = functions
+        # whether configurations that it does not name may be asked for
+        self.asks = configurations.problem(functions, capability) is None
         self.handle = c_void_p()  # kept as long as the process runs, for any thread
         self.ask("cublasLtCreate", byref(self.handle))
 
@@ -154,7 +156,7 @@ class Product:
         may be faster."""
         named = self._named(bias)
         functions = self.library.functions
-        if not configurations.served(functions):
+        if not self.library.asks:
             return [Algorithm(self, f) for f in named]
         known = [configurations.of(functions, f) for f in named]
         more: list[Algorithm] = []

@@ -1,0 +1,84 @@
+"""Which exact calls of the declared cases have no kernel: all others have to run one."""
+
+import functools
+from operator import or_
+
+import torch
+from numerics import as_tuple, run
+
+from kernelwright.backends import HOPPER, Unsupported
+from kernelwright.ops.case import Inputs
+from kernelwright.ops.op import Op, registry
+from kernelwright.ops.plan import Call, _gaps
+
+EXACT = [
+    op for op in registry().values() if isinstance(op, Op) and op.exact and "cuda" in op.backends
+]
+
+# PyTorch sums these widths in an order that no kernel has: F.rms_norm and F.layer_norm those that
+# are no multiple of 4, F.layer_norm 96, at::mean some odd ones
+WIDTHS = {
+    ("adaln_layernorm", "diffusers"): ("odd width", "no modulation"),
+    ("adaln_layernorm", "wan"): ("odd width", "no modulation"),
+    ("adaln_rmsnorm", "torch"): ("odd width",),
+    ("adaln_zero", "torch"): ("odd width",),
+    ("gated_residual_norm", "torch"): ("norm only",),
+    ("gated_residual_norm", "wan"): ("norm only",),
+    ("layernorm", "torch"): ("bias only", "odd width, mean 100", "mean 10000"),
+    ("layernorm", "wan"): ("bias only", "odd width, mean 100", "mean 10000"),
+    ("rmsnorm", "torch"): (
+        "storage offset",  # an order that PyTorch leaves where rows do not begin on 16 bytes
+        *(f"width {n}" for n in (1, 33, 41, 65, 123, 513, 769, 1001)),
+    ),
+    ("rmsnorm", "diffusers"): tuple(f"width {n}" for n in (1, 513, 769, 1001)),
+    ("rmsnorm", "transformers"): tuple(f"width {n}" for n in (1, 513, 769, 1001)),
+    ("rmsnorm_residual", "torch"): ("odd width",),
+}
+# at::mean reads float32 rows one by one, and these kernels two
+IN_FLOAT32 = {("qk_norm_rope", "transformers"): ("wan", "flux")}
+
+
+def has_kernel(op, case, chain, dtype):
+    """Whether an exact call of the case is to run a kernel, by what is written here."""
+    without = WIDTHS.get((op.name, chain), ())
+    if dtype == torch.float32:
+        without += IN_FLOAT32.get((op.name, chain), ())
+    return case.name not in without
+
+
+def promotes(op, case, chain, dtype):
+    """Whether eager gives another dtype: then the op says so, see tests/ops/test_errors.py."""
+    eager = as_tuple(run(op, op.exact[chain], case.arguments(Inputs(dtype, "meta"))))
+    return any(e.dtype != dtype for e in eager)
+
+
+def planned(op, case, chain, dtype, target=HOPPER):
+    """The launch of such a call, worked out without a GPU, or None where nothing is to be written;
+    raises Unsupported if there is none. A GPU's allocations are aligned, so what an address is a
+    multiple of follows from where the tensor begins in its storage."""
+    arguments = case.arguments(Inputs(dtype, "meta"))
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and _gaps(value):
+            arguments[name] = value.contiguous()
+    outputs = op.allocate(*(arguments[n] for n in op.arguments))
+    if not any(o.numel() for o in outputs):
+        return None
+    values = arguments | dict(zip(op.outputs, outputs, strict=True))
+
+    def at(alignment):
+        call = Call(values, op=op.name, exact=chain, target=target, alignment=alignment)
+        return op.kernels.cuda(call)
+
+    launch = at(16)
+    given = [values[n] for n in launch.pointers if n and values[n] is not None]
+    bits = functools.reduce(or_, (t.storage_offset() * t.itemsize for t in given))
+    return at(bits & -bits) if bits % launch.alignment else launch
+
+
+def refused(op, case, chain, dtype):
+    """Why the planners have no kernel for such a call, or None if they have one."""
+    try:
+        planned(op, case, chain, dtype)
+    except Unsupported as no:
+        return str(no)
+    return None
