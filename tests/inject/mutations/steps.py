@@ -160,7 +160,7 @@ def step(world, name, number, tally=None):
     return True
 
 
-def sequence(preset, seed, steps=12, tally=None, names=None, **how):
+def sequence(preset, seed, steps=12, names=None, tally=None, **how):
     """`steps` changes drawn from a seed, up to two of them before the model is injected."""
     draw = drawn(f"{preset} {seed} {sorted(map(str, how.items()))}")
     with World(preset, **how) as world:
