@@ -6,6 +6,7 @@ KERNELWRIGHT_FUZZ_SECONDS is the time for each model (60), KERNELWRIGHT_FUZZ_SEE
 import os
 import time
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -26,10 +27,8 @@ def fuzzed(preset, seconds, steps=12, **how):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while time.monotonic() < end:
-            try:
+            with suppress(mutations.Differs):
                 mutations.sequence(preset, seed, steps, tally=tally, **ON_GPU, **how)
-            except mutations.Differs:
-                pass
             seed += 1
     print(f"\n{preset} {how}: {tally}")
     for replay, what in tally.differences[:20]:
