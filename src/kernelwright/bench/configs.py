@@ -55,7 +55,7 @@ def configured(
 
 def tier_of(config: str) -> str | None:
     """What `inject` takes as numerics, or None where nothing is injected."""
-    plain = ("eager", "compile", "graphs", "fa4")
+    plain = ("eager", "compile", "graphs", "fa4", "cache")
     return next((p for p in config.split("+") if p not in plain), None)
 
 

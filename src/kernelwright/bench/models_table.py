@@ -10,15 +10,15 @@ from rich.text import Text
 
 LEFT = ("model", "config")
 # a column is there if any row has it
-OPTIONAL = {"cold s": "cold_s", "warm s": "warm_s", "GiB": "peak_gib"}
+OPTIONAL = {"cold s": "cold_s", "warm s": "warm_s", "GiB": "peak_gib", "skipped": "skipped"}
 SPLIT = ("GEMM", "attention", "fused", "other")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
+def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
     """One line a configuration, the time in kernels in milliseconds of each kind."""
     optional = {head: name for head, name in OPTIONAL.items() if any(name in r for r in rows)}
     kinds = SPLIT if any("split" in r for r in rows) else ()
-    shown = Table(title="One forward")
+    shown = Table(title=title)
     heads = (*LEFT, "ms", "against eager", "first s", *optional, "bits", "error", *kinds)
     for head in heads:
         shown.add_column(head, justify="left" if head in LEFT else "right")
@@ -60,4 +60,6 @@ def _key(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _number(value: float | None, form: str) -> str:
+    if isinstance(value, int):
+        return str(value)
     return "" if value is None else f"{value:{form}}"

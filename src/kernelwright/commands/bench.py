@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .bench_loop import loop
 from .bench_ops import JsonOption, OutOption, ops
 from .wide import show
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Measure ops, models and videos; what is wrong is not timed."
 )
 app.command()(ops)
+app.command()(loop)
 
 
 @app.command()

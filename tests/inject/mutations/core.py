@@ -1,0 +1,230 @@
+"""Two models in the same state, one injected and one not, and the changes made to both.
+
+A change is a function of a side (a model and what was counted on it) or of the whole world (the
+inputs, how the model is called, switches of the process). It is drawn from a number, so that both
+sides get the same one and a failure can be replayed. What it returns undoes it.
+"""
+
+import copy
+import random
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+import kernelwright as kw
+from inject.harness import tensors
+from kernelwright import models
+
+KINDS = {}
+
+
+class NotHere(Exception):
+    """The change does not apply to this model as it is; nothing was changed."""
+
+
+class Refused(Exception):
+    """Eager itself cannot do this: says nothing about injection."""
+
+
+class Differs(AssertionError):
+    """The injected model does other than the one that is not."""
+
+
+@dataclass
+class Kind:
+    name: str
+    change: object
+    of_models: bool
+    exact_only: bool = False  # keeps state in the model, which an injected copy cannot take over
+    after: tuple = ()  # kinds without which there is nothing to see
+
+
+def on_models(name, **how):
+    """Registers a change of one model: `change(side, draw)` returns None or `undo(side)`."""
+    return _register(name, True, **how)
+
+
+def on_world(name, **how):
+    """Registers a change of all else: `change(world, draw)` returns None or `undo()`."""
+    return _register(name, False, **how)
+
+
+def _register(name, of_models, **how):
+    def register(change):
+        assert name not in KINDS, name
+        KINDS[name] = Kind(name, change, of_models, **how)
+        return change
+
+    return register
+
+
+@dataclass
+class Side:
+    model: object
+    seen: Counter = field(default_factory=Counter)  # calls of hooks and processors
+    handles: list = field(default_factory=list)  # of what is registered for the whole process
+    originals: list = field(default_factory=list)  # models that were copied
+
+    def modules(self, wanted):
+        """Names of the modules that `wanted` says yes to, the same on both sides."""
+        return [n for n, m in self.model.named_modules() if n and wanted(m)]
+
+    def pick(self, draw, wanted):
+        names = self.modules(wanted)
+        if not names:
+            raise NotHere
+        return draw.choice(names)
+
+    def at(self, name):
+        return self.model.get_submodule(name)
+
+
+class World:
+    """A preset's model twice, its inputs, and everything that was done to them since."""
+
+    def __init__(
+        self, preset, numerics="exact", graphs=False, device="cpu", dtype=torch.float32, tiny=True
+    ):
+        self.preset, self.numerics, self.graphs = preset, numerics, graphs
+        self.device, self.dtype, self.tiny = device, dtype, tiny
+        self.sizes, self.seed = dict(SIZES.get((preset, numerics), {})), 0
+        self.done, self.calls = [], 0
+        self.process = []  # undoes changes outside of the models, the last one first
+        self.reset()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        """What is outside of the models is as it was, whatever happened."""
+        while self.process:
+            self.process.pop()()
+        for side in self.sides:
+            for handle in side.handles:
+                handle.remove()
+
+    def reset(self):
+        """Models as they were built, nothing injected, and what is outside of them as it was."""
+        self.twin, self.ours = (Side(m) for m in self._built())
+        self.injected = False
+        self.ways = {}  # by name: what a call happens in, given its model
+        self.undos = []  # of changes of models
+        self.once = None  # what is called instead, for one step
+        self.renew()
+
+    def _built(self):
+        how = (self.preset, self.tiny, self.dtype, self.device)
+        if how not in BUILT:
+            if not self.tiny:
+                BUILT.clear()
+            BUILT[how] = models.build(
+                self.preset, tiny=self.tiny, dtype=self.dtype, device=self.device
+            )
+        return copy.deepcopy(BUILT[how]), copy.deepcopy(BUILT[how])
+
+    def renew(self, **sizes):
+        """Other inputs, of these sizes; tensors are new objects."""
+        self.seed += 1
+        made = models.inputs(
+            self.preset,
+            tiny=self.tiny,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            **{**self.sizes, **sizes},
+        )
+        self.sizes |= sizes
+        self.inputs = made
+
+    @property
+    def sides(self):
+        return self.twin, self.ours
+
+    def inject(self):
+        how = {"graphs": True} if self.graphs else {}
+        report = kw.inject(self.ours.model, numerics=self.numerics, **how)
+        self.injected = True
+        return report
+
+    def replay(self):
+        """The line that repeats what was done."""
+        how = {"graphs": self.graphs} if self.graphs else {}
+        how |= {} if self.device == "cpu" else {"device": self.device, "dtype": self.dtype}
+        more = "".join(f", {k}={v!r}" for k, v in how.items())
+        return f"replay({self.preset!r}, {self.done!r}, numerics={self.numerics!r}{more})"
+
+
+# layers of fewer than 64 rows are not done in eight bits
+SIZES = {
+    ("ltx-video", "fp8"): {"height": 128, "width": 128, "frames": 33},
+    ("flux-dev", "fp8"): {"height": 256, "width": 256},
+    ("llama-3-8b", "fp8"): {"tokens": 80},
+}
+BUILT = {}
+
+
+def drawn(number):
+    return random.Random(number)
+
+
+def noise(draw, like):
+    """Numbers for a tensor like this one, the same on both sides."""
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+
+
+def outputs(result):
+    return [t.detach() for t in tensors(result)]
+
+
+def same_bits(a, b):
+    """torch.equal, but that NaN is equal to NaN."""
+    a, b = outputs(a), outputs(b)
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
+def _same(a, b):
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if torch.equal(a, b):
+        return True
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(a[~nan], b[~nan])
+
+
+def difference(a, b):
+    a, b = outputs(a), outputs(b)
+    if [(t.shape, t.dtype) for t in a] != [(t.shape, t.dtype) for t in b]:
+        return "other shapes or dtypes"
+    both = zip(a, b, strict=True)
+    off = [(x.double() - y.double()).abs().nan_to_num(float("inf")).max() for x, y in both]
+    return f"off by {max(off, default=torch.zeros(())).item():.3g}"
+
+
+def call(world, side):
+    """The result of one call as the world has it done, with gradients where they are recorded."""
+    model = side.model
+    torch.manual_seed(world.seed)
+    with ExitStack() as stack:
+        for way in list(world.ways.values()):
+            stack.enter_context(way(model))
+        if world.once is not None:
+            return world.once(model, world.inputs), {}
+        with torch.set_grad_enabled("gradients" in world.ways and torch.is_grad_enabled()):
+            result = model(**world.inputs)
+            found = outputs(result)
+            if not torch.is_grad_enabled():
+                return found, {}
+            needed = [t for t in tensors(result) if t.requires_grad]
+            if not needed:
+                return found, {"": None}
+            model.zero_grad()
+            sum(t.float().square().mean() for t in needed).backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found, grads

@@ -1,0 +1,302 @@
+"""Parts of a model that change: norms, activations, forwards, processors, attributes."""
+
+from torch import nn
+
+from .core import NotHere, on_models, on_world
+from .weights import has_weight, is_linear
+
+ACTIVATIONS = ("act_fn", "act", "act_1", "nonlinearity", "activation")
+EPS = ("eps", "variance_epsilon")
+
+
+def scaled(result, factor=1.5):
+    """What a module returned, its first tensor scaled."""
+    if isinstance(result, tuple):
+        return (scaled(result[0], factor), *result[1:])
+    return result * factor
+
+
+def norms(module):
+    return "Norm" in type(module).__name__ and not list(module.children())
+
+
+def attentions(module):
+    return "Attention" in type(module).__name__ and any(map(is_linear, module.modules()))
+
+
+def blocks(module):
+    return "Block" in type(module).__name__ or "DecoderLayer" in type(module).__name__
+
+
+def with_processor(module):
+    return getattr(module, "processor", None) is not None
+
+
+WRAPPED = {
+    "norm": norms,
+    "linear": is_linear,
+    "attention": attentions,
+    "feed-forward": lambda m: type(m).__name__ in ("FeedForward", "LlamaMLP", "Qwen3MLP"),
+    "block": blocks,
+}
+
+
+@on_models("parts.eps")
+def eps(side, draw):
+    """On one norm, or on all."""
+    names = side.modules(lambda m: any(isinstance(getattr(m, e, None), float) for e in EPS))
+    if not names:
+        raise NotHere
+    names = draw.choice((names, [draw.choice(names)]))
+    before = [_set_eps(side.at(name), 0.25) for name in names]
+
+    def undo(side):
+        for name, value in zip(names, before, strict=True):
+            _set_eps(side.at(name), value)
+
+    return undo
+
+
+def _set_eps(module, value):
+    name = next(e for e in EPS if isinstance(getattr(module, e, None), float))
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return before
+
+
+@on_models("parts.an activation swapped")
+def activation(side, draw):
+    places = [
+        (name, a)
+        for name, m in side.model.named_modules()
+        for a in ACTIVATIONS
+        if isinstance(m._modules.get(a), nn.Module)
+    ]
+    if not places:
+        raise NotHere
+    place, other = draw.choice(places), draw.choice((nn.ReLU, nn.Tanh, nn.SiLU))
+    return swap(side, *place, other())
+
+
+def swap(side, parent, child, new):
+    """Another module in the place of one, and the way back."""
+    holder = side.model.get_submodule(parent)
+    before = holder._modules[child]
+    setattr(holder, child, new)
+
+    def undo(side):
+        setattr(side.model.get_submodule(parent), child, before)
+
+    return undo
+
+
+class Glu(nn.Module):
+    def __init__(self, proj):
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, x):
+        first, second = self.proj(x).chunk(2, dim=-1)
+        return first * second.sigmoid()
+
+
+@on_models("parts.ff.net[0] swapped")
+def feed_forward(side, draw):
+    name = side.pick(draw, lambda m: isinstance(getattr(m, "net", None), nn.ModuleList))
+    step = side.at(name).net[0]
+    gated = step.proj.out_features != side.at(name).net[2].in_features
+    new = Glu(step.proj) if gated else nn.Sequential(step.proj, nn.ReLU())
+    return swap(side, f"{name}.net", "0", new)
+
+
+class Doubled(nn.Module):
+    """Looks like no norm that anybody knows."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, *args, **kwargs):
+        return scaled(self.norm(*args, **kwargs), 2.0)
+
+
+@on_models("parts.a norm of another class")
+def norm(side, draw):
+    name = side.pick(draw, norms)
+    before = side.at(name)
+    new = draw.choice((Doubled, lambda n: nn.LayerNorm(n.weight.shape, eps=0.1)))(before)
+    parent, _, child = name.rpartition(".")
+    return swap(side, parent, child, new.to(next(side.model.parameters())))
+
+
+def subclass(kind, method, factor=0.5):
+    """A class of the same name and module, whose method does other work."""
+    usual = getattr(kind, method)
+
+    def changed(self, *args, **kwargs):
+        return scaled(usual(self, *args, **kwargs), factor)
+
+    more = {method: changed, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), more)
+
+
+@on_models("parts.__class__ of the same name")
+def same_name(side, draw):
+    module = side.at(side.pick(draw, WRAPPED[draw.choice(list(WRAPPED))]))
+    before = type(module)
+    module.__class__ = subclass(before, "forward")
+
+    def undo(side):
+        module.__class__ = before
+
+    return undo
+
+
+@on_models("parts.a forward wrapped")
+def wrapped(side, draw):
+    module = side.at(side.pick(draw, WRAPPED[draw.choice(list(WRAPPED))]))
+    had, before = "forward" in vars(module), module.forward
+    module.forward = lambda *args, **kwargs: scaled(before(*args, **kwargs))
+
+    def undo(side):
+        if had:
+            module.forward = before
+        else:
+            vars(module).pop("forward", None)
+
+    return undo
+
+
+@on_models("parts.a forward wrapped that counts")
+def counted(side, draw):
+    """Somebody's own code, with an effect that must happen once a call."""
+    name = side.pick(draw, WRAPPED[draw.choice(list(WRAPPED))])
+    module, seen = side.at(name), side.seen
+    had, before = "forward" in vars(module), module.forward
+
+    def forward(*args, **kwargs):
+        seen[name] += 1
+        return before(*args, **kwargs)
+
+    module.forward = forward
+
+    def undo(side):
+        if had:
+            module.forward = before
+        else:
+            vars(module).pop("forward", None)
+
+    return undo
+
+
+def patch(owner, name, value):
+    """A class-wide change, and the way back."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def undo():
+        setattr(owner, name, before) if had else delattr(owner, name)
+
+    return undo
+
+
+@on_world("parts.the forward of a class patched")
+def class_patched(world, draw):
+    name = world.twin.pick(draw, WRAPPED[draw.choice(list(WRAPPED))])
+    kind = type(world.twin.at(name))
+    if type(world.ours.at(name)) is not kind or kind.__name__ == "Identity":
+        raise NotHere
+    usual = kind.forward
+    return patch(kind, "forward", lambda self, *a, **k: scaled(usual(self, *a, **k), 1.25))
+
+
+@on_world("parts.the __call__ of a processor class patched")
+def processor_patched(world, draw):
+    kind = type(world.twin.at(world.twin.pick(draw, with_processor)).processor)
+    usual = kind.__call__
+    return patch(kind, "__call__", lambda self, *a, **k: scaled(usual(self, *a, **k), 0.75))
+
+
+@on_models("parts.a processor of the same name")
+def processor(side, draw):
+    module = side.at(side.pick(draw, with_processor))
+    before = module.processor
+    module.processor = subclass(type(before), "__call__")()
+    module.processor.__dict__.update(vars(before))
+
+    def undo(side):
+        module.processor = before
+
+    return undo
+
+
+class Counting:
+    """A processor that nobody knows."""
+
+    def __init__(self, inner, seen, name):
+        self.inner, self.seen, self.name = inner, seen, name
+
+    def __call__(self, *args, **kwargs):
+        self.seen[self.name] += 1
+        return self.inner(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+@on_models("parts.a processor that counts")
+def counting(side, draw):
+    names = side.modules(with_processor)
+    if not names:
+        raise NotHere
+    before = {name: side.at(name).processor for name in names}
+    for name in names:
+        side.at(name).processor = Counting(before[name], side.seen, f"{name}.processor")
+
+    def undo(side):
+        for name in names:
+            side.at(name).processor = before[name]
+
+    return undo
+
+
+@on_models("parts.an attribute of attention")
+def attribute(side, draw):
+    """The factor of its scores, as plain as an attribute can be."""
+    module = side.at(side.pick(draw, lambda m: isinstance(getattr(m, "scaling", None), float)))
+    before = module.scaling
+    module.scaling = before * 1.5
+
+    def undo(side):
+        module.scaling = before
+
+    return undo
+
+
+@on_models("parts.a block left out, another twice")
+def other_blocks(side, draw):
+    stacks = ("transformer_blocks", "single_transformer_blocks", "blocks", "model.layers")
+    found = [s for s in stacks if _stack(side.model, s) is not None]
+    if not found:
+        raise NotHere
+    name = draw.choice(found)
+    parent, _, child = name.rpartition(".")
+    old = side.model.get_submodule(name)
+    return swap(side, parent, child, nn.ModuleList([old[0], old[0], *old[2:]]))
+
+
+def _stack(model, name):
+    try:
+        found = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, nn.ModuleList) and len(found) > 1 else None
+
+
+@on_models("parts.a Linear without parameters")
+def plain_weight(side, draw):
+    """Its weight is an attribute like any other."""
+    module = side.at(side.pick(draw, lambda m: type(m) is nn.Linear and has_weight(m)))
+    values = module.weight.detach().clone() * 1.1
+    del module.weight
+    module.weight = values

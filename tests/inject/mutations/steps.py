@@ -1,0 +1,223 @@
+"""Draws changes, makes them on both sides, and holds the sides against each other after each."""
+
+import copy
+from collections import Counter
+
+import torch
+
+import kernelwright as kw
+
+from .core import KINDS, Differs, NotHere, Refused, Side, World, call, difference, drawn, same_bits
+
+# of a sum of float32 in another order, over the few thousand terms of a tiny model
+GRADIENTS = {"rtol": 1e-4, "atol": 1e-6}
+HALF_GRADIENTS = {"rtol": 2**-6, "atol": 2**-10}
+
+UNDO = "undo"
+
+
+class Tally:
+    """What was drawn, what eager refused, and what differed."""
+
+    def __init__(self):
+        self.steps, self.kinds, self.refused, self.differences = 0, Counter(), Counter(), []
+
+    def __str__(self):
+        drawn_kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.kinds.items()))
+        return (
+            f"{self.steps} steps of {len(self.kinds)} of {len(KINDS) + 1} kinds, "
+            f"{len(self.differences)} differences, {self.refused.total()} refused by eager: "
+            f"{drawn_kinds}"
+        )
+
+
+def names_for(world):
+    return [n for n, k in KINDS.items() if world.numerics == "exact" or not k.exact_only] + [UNDO]
+
+
+def change(world, name, number):
+    """Make a change on both sides. `NotHere` if there is nothing to change, `Refused` if a model
+    that is not injected does not take it."""
+    if name == UNDO:
+        return undo(world, drawn(number))
+    kind = KINDS[name]
+    if not kind.of_models:
+        try:
+            undone = kind.change(world, drawn(number))
+        except (NotHere, Differs, Refused):
+            raise
+        except Exception as error:
+            raise Refused(repr(error)) from error
+        if undone is not None:
+            world.process.append(undone)
+        return None
+    undos = []
+    for side in world.sides:
+        with _told(world, side):
+            undos.append(kind.change(side, drawn(number)))
+    if undos[0] is not None:
+        world.undos.append(undos)
+    return None
+
+
+def undo(world, draw):
+    """One change of the models, any of them, or the last of those outside of them."""
+    if world.undos and (not world.process or draw.random() < 0.6):
+        undos = world.undos.pop(draw.randrange(len(world.undos)))
+        for side, each in zip(world.sides, undos, strict=True):
+            with _told(world, side):
+                each(side)
+    elif world.process:
+        world.process.pop()()
+    else:
+        raise NotHere
+
+
+class _told:
+    """What the twin raises is eager's; what the injected model alone raises is a difference."""
+
+    def __init__(self, world, side):
+        self.world, self.side = world, side
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is None or not isinstance(error, Exception) or isinstance(error, Differs):
+            return False
+        if self.side is self.world.twin:
+            if isinstance(error, NotHere):
+                return False
+            raise Refused(repr(error)) from error
+        raise Differs(f"{type(error).__name__}: {error}") from error
+
+
+def compare(world, times=1):
+    """The injected model against the other, `times` calls of each."""
+    for _ in range(times):
+        with _told(world, world.twin):
+            want = call(world, world.twin)
+            if world.numerics != "exact":
+                # another injection of a model in the same state keeps nothing from before
+                fresh = Side(copy.deepcopy(world.twin.model))
+        if world.numerics != "exact":
+            with _told(world, fresh):
+                kw.inject(fresh.model, numerics=world.numerics)
+                want = call(world, fresh)
+        with _told(world, world.ours):
+            got = call(world, world.ours)
+        world.once = None
+        world.calls += 1
+        if not same_bits(got[0], want[0]):
+            raise Differs(difference(got[0], want[0]))
+        if world.numerics == "exact" and world.ours.seen != world.twin.seen:
+            raise Differs(f"called {_counts(world.ours)}, expected {_counts(world.twin)}")
+        _gradients(got[1], want[1])
+
+
+def _counts(side):
+    return dict(sorted(side.seen.items()))
+
+
+def _gradients(got, want):
+    if got.keys() != want.keys():
+        raise Differs(f"gradients of other parameters: {sorted(got.keys() ^ want.keys())[:4]}")
+    for name, value in want.items():
+        if value is None:
+            continue
+        scale = value.abs().max().nan_to_num(1).item()
+        bounds = GRADIENTS if value.dtype in (torch.float32, torch.float64) else HALF_GRADIENTS
+        near = {"rtol": bounds["rtol"], "atol": bounds["atol"] + bounds["rtol"] * scale}
+        if not torch.allclose(got[name], value, equal_nan=True, **near):
+            raise Differs(f"gradient of {name}: {difference([got[name]], [value])}")
+
+
+def step(world, name, number, tally=None):
+    """One change and the calls after it. False where eager does not do it; the world then starts
+    anew, as half of the change may have been made."""
+    world.done.append((name, number))
+    tally = tally or Tally()
+    try:
+        change(world, name, number)
+        if world.injected:
+            compare(world, times=1 + number % 2)
+    except NotHere:
+        world.done.pop()
+        return False
+    except Refused:
+        tally.refused[name] += 1
+        world.close()
+        world.reset()
+        world.done.clear()
+        world.inject()
+        compare(world)
+        return False
+    except Differs as error:
+        tally.differences.append((world.replay(), str(error)))
+        raise Differs(f"after {name}: {error}\n{world.replay()}") from error
+    tally.steps += 1
+    tally.kinds[name] += 1
+    return True
+
+
+def sequence(preset, seed, steps=12, names=None, tally=None, **how):
+    """`steps` changes drawn from a seed, up to two of them before the model is injected."""
+    draw = drawn(f"{preset} {seed} {sorted(map(str, how.items()))}")
+    with World(preset, **how) as world:
+        before = draw.choice((0, 0, 1, 2))
+        names = names or names_for(world)
+        for number in range(steps):
+            if not world.injected and number >= before:
+                _injected(world, tally)
+            for _ in range(30):
+                if step(world, draw.choice(names), draw.randrange(10**6), tally):
+                    break
+        return world.calls
+
+
+def _injected(world, tally):
+    world.done.append(("inject", 0))
+    try:
+        world.inject()
+        compare(world, times=2)
+    except Refused:
+        world.done.pop()
+    except Differs as error:
+        if tally is not None:
+            tally.differences.append((world.replay(), str(error)))
+        raise Differs(f"after inject: {error}\n{world.replay()}") from error
+
+
+def replay(preset, done, **how):
+    """What a failure printed, again."""
+    with World(preset, **how) as world:
+        if ("inject", 0) not in done:
+            done = [("inject", 0), *done]
+        for name, number in done:
+            if name == "inject":
+                _injected(world, None)
+            else:
+                step(world, name, number)
+
+
+def alone(preset, name, number=0, tally=None, **how):
+    """One change after the model was called, and its undoing. False if it does not apply."""
+    with World(preset, **how) as world:
+        _injected(world, tally)
+        wanted = KINDS[name].after
+        if not all(step(world, n, number, tally) for n in (*wanted, name)):
+            return False
+        compare_again(world, name)
+        while world.undos or world.process:
+            if not step(world, UNDO, number, tally):
+                break
+        return True
+
+
+def compare_again(world, name):
+    try:
+        compare(world)
+    except Refused:
+        pass
+    except Differs as error:
+        raise Differs(f"the second time after {name}: {error}\n{world.replay()}") from error

@@ -1,0 +1,76 @@
+"""A recorder for graphs on the CPU that repeats what a CUDA graph repeats.
+
+It writes down every operation that reached the kernels, with the very tensors, and does those
+again; no Python of the model runs then. So what a graph has baked in is baked in here too.
+"""
+
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import import_utils
+
+from kernelwright.inject import graphs as graphs_module
+from kernelwright.inject.graphs import Graphs, capturing, memory
+
+from .stand_in import Again, tensors
+
+# the CPU waits for these; in a CUDA graph that is an error
+WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation in WAITS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        self.done.append((operation, args, kwargs, result))
+        return result
+
+
+class Tape(Again):
+    """Does the operations again, each into the memory of its first result."""
+
+    def record(self, run, device):
+        self.recorded += 1
+        with Operations() as tape:
+            result = run()
+
+        @torch.no_grad()
+        def replay():
+            self.replayed += 1
+            for operation, args, kwargs, first in tape.done:
+                again = operation(*args, **kwargs)
+                for old, new in zip(tensors(first), tensors(again), strict=True):
+                    _into(old, new)
+
+        return replay, result
+
+
+def _into(old, new):
+    """Views and what was written in place are there already."""
+    if new.data_ptr() != old.data_ptr() and old.numel():
+        with torch.inference_mode(old.is_inference()):
+            old.untyped_storage().copy_(new.untyped_storage())
+
+
+class TapeGraphs(Graphs):
+    recorder = Tape
+
+
+@contextmanager
+def graphs_on_the_cpu():
+    """`graphs=True` records on the CPU while this lasts."""
+    usual = graphs_module.Graphs, memory.ALIGNMENT, import_utils.is_cuda_stream_capturing
+    graphs_module.Graphs = TapeGraphs
+    memory.ALIGNMENT = 64  # of new memory, as 512 on a GPU
+    import_utils.is_cuda_stream_capturing = lambda: capturing() or Again.replaying
+    try:
+        yield
+    finally:
+        graphs_module.Graphs, memory.ALIGNMENT, import_utils.is_cuda_stream_capturing = usual

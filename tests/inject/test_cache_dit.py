@@ -1,0 +1,54 @@
+"""cache-dit replaces the blocks of a model for the length of a call: injected, the same bits."""
+
+from contextlib import nullcontext
+
+import pytest
+
+import kernelwright as kw
+
+from .tape import graphs_on_the_cpu
+from .test_caches import MODELS, STEPS, built, denoised, same
+
+cache_dit = pytest.importorskip("cache_dit")
+
+
+def enable(model, calibrator=None):
+    cache_dit.enable_cache(
+        model,
+        cache_config=cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1,
+            Bn_compute_blocks=0,
+            residual_diff_threshold=0.6,
+            max_warmup_steps=1,
+            num_inference_steps=STEPS,
+        ),
+        calibrator_config=calibrator,
+    )
+
+
+CALIBRATORS = {
+    "residuals": lambda: None,
+    "taylor": lambda: cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=1),
+}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("calibrator", CALIBRATORS)
+@pytest.mark.parametrize("name", MODELS)
+def test_cache_dit_gives_its_own_bits_in_an_injected_model(name, calibrator, when, graphs):
+    twin, inputs = built(name)
+    plain = denoised(twin, inputs)
+    enable(twin, CALIBRATORS[calibrator]())
+    want = denoised(twin, inputs)
+    assert not all(same(want, plain)), "the cache skips nothing"
+    model, _ = built(name)
+    with graphs_on_the_cpu() if graphs else nullcontext():
+        if when == "after":
+            enable(model, CALIBRATORS[calibrator]())
+        kw.inject(model, graphs=graphs)
+        if when == "before":
+            enable(model, CALIBRATORS[calibrator]())
+        assert all(same(denoised(model, inputs), want))
+        cache_dit.disable_cache(model)
+        assert all(same(denoised(model, inputs), plain))

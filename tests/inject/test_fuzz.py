@@ -1,0 +1,80 @@
+"""Whatever is done to an injected model has the effect it has on one that is not injected.
+
+KERNELWRIGHT_FUZZ_STEPS=500 lengthens the sequences, KERNELWRIGHT_FUZZ_SEED=7 draws others; a
+failure prints a line for `mutations.replay`.
+"""
+
+import os
+import warnings
+
+import pytest
+
+from kernelwright import models
+
+from . import mutations
+from .tape import graphs_on_the_cpu
+
+pytest.importorskip("diffusers")
+
+STEPS = int(os.environ.get("KERNELWRIGHT_FUZZ_STEPS", "12"))
+SEED = int(os.environ.get("KERNELWRIGHT_FUZZ_SEED", "0"))
+PRESETS = list(models.presets())
+# one of each structure: attention to a text, joint attention, a language model, a UNet
+STRUCTURES = ("ltx-video", "flux-dev", "llama-3-8b", "sdxl-unet")
+SLOWER = {"sdxl-unet": 3, "sd3.5-medium": 2}
+# a convolution in bfloat16 takes a CPU without it thirty times as long
+HALF = {"life.dtype", "calls.autocast"}
+TIERS = [("fused", "ltx-video"), ("fused", "flux-dev"), ("fp8", "ltx-video"), ("fp8", "flux-dev")]
+TIERS += [("fused", "llama-3-8b"), ("fp8", "llama-3-8b")]
+
+
+def share(preset):
+    """How many steps, and of which kinds."""
+    kinds = [k for k in (*mutations.KINDS, mutations.UNDO) if k not in HALF or "unet" not in preset]
+    return STEPS // SLOWER.get(preset, 1), kinds
+
+
+@pytest.fixture(scope="module")
+def tally():
+    kept = mutations.Tally()
+    yield kept
+    print(f"\n{kept}")
+
+
+@pytest.fixture(autouse=True)
+def quietly():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("kind", mutations.KINDS)
+def test_a_change_after_the_first_calls_is_followed(kind, tally):
+    # on two of them, the second another one from kind to kind; the UNet if those do not do it
+    number = list(mutations.KINDS).index(kind)
+    first, *others, last = STRUCTURES
+    tried = 0
+    for preset in (first, *others[number % 2 :], *others[: number % 2], last):
+        tried += mutations.alone(preset, kind, number, tally)
+        if tried == 2:
+            return
+    if not tried:
+        pytest.skip("eager does not do this here")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_changes_in_a_row_leave_the_bits_of_eager(preset, tally, record_property):
+    mutations.sequence(preset, SEED, *share(preset), tally)
+    record_property("fuzz", str(tally))
+
+
+@pytest.mark.parametrize("preset", STRUCTURES)
+def test_changes_in_a_row_are_followed_by_graphs(preset, tally):
+    with graphs_on_the_cpu():
+        mutations.sequence(preset, SEED, *share(preset), tally, graphs=True)
+
+
+@pytest.mark.parametrize(("numerics", "preset"), TIERS)
+def test_changes_in_a_row_leave_nothing_stale(numerics, preset, tally):
+    """As a model in the same state that is injected only now."""
+    mutations.sequence(preset, SEED, STEPS // 2, tally=tally, numerics=numerics)

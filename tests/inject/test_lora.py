@@ -1,0 +1,138 @@
+"""Adapters do to an injected model what they do to one that is not injected.
+
+What is expected of fusing, scaling and unloading is said in terms of the model's own results, then
+held against a twin to which the same was done.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import kernelwright as kw
+from kernelwright import models
+
+peft = pytest.importorskip("peft")
+
+NAMES = ("ltx-video", "flux-dev", "wan-1.3b")
+# a fused weight sums the same terms in another order, at most 512 of them in a layer of tiny models
+CLOSE = 512 * torch.finfo(torch.float32).eps
+
+
+def near(a, b):
+    return ((a - b).norm() / b.norm()).item() < CLOSE
+
+
+class Pair:
+    """An injected model and a twin; what is done is done to both."""
+
+    def __init__(self, name, numerics="exact", lora_first=False):
+        how = {"tiny": True, "dtype": torch.float32}
+        self.twin, self.inputs = models.build(name, **how), models.inputs(name, **how)
+        self.model = copy.deepcopy(self.twin)
+        if lora_first:
+            self.load("style")
+        kw.inject(self.model, numerics=numerics)
+
+    def do(self, change):
+        for model in (self.twin, self.model):
+            change(model)
+
+    def load(self, name, seed=1):
+        def add(model):
+            torch.manual_seed(seed)
+            targets = ["to_q", "to_k", "to_v", "to_out.0"]
+            config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+            model.add_adapter(config, adapter_name=name)
+
+        self.do(add)
+
+    @torch.no_grad()
+    def result(self, **more):
+        """Of the injected model, twice, which is the twin's too."""
+        want = self.twin(**self.inputs, **more)[0]
+        for _ in range(2):
+            got = self.model(**self.inputs, **more)[0]
+            assert torch.equal(got, want), f"off by {(got - want).abs().max():.3g}"
+        return got
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["inject first", "lora first"])
+def pair(request, name):
+    made = Pair(name, lora_first=request.param)
+    if not request.param:
+        made.plain = made.result()
+        made.load("style")
+    else:
+        made.do(lambda m: m.disable_lora())
+        made.plain = made.result()
+        made.do(lambda m: m.enable_lora())
+    return made
+
+
+def test_a_fused_adapter_gives_what_the_adapter_gave(pair):
+    beside = pair.result()
+    assert not near(beside, pair.plain)
+    pair.do(lambda m: m.fuse_lora())
+    assert near(pair.result(), beside)
+    pair.do(lambda m: m.unfuse_lora())
+    assert near(pair.result(), beside)
+
+
+def test_a_scale_lies_between_none_and_all_of_the_adapter(pair):
+    full = pair.result()
+    pair.do(lambda m: m.set_adapters("style", 0.0))
+    assert near(pair.result(), pair.plain)
+    pair.do(lambda m: m.set_adapters("style", 0.5))
+    half = pair.result()
+    assert not near(half, full)
+    assert not near(half, pair.plain)
+    pair.do(lambda m: m.set_adapters("style", 1.0))
+    assert near(pair.result(), full)
+
+
+def test_fused_with_a_scale_is_the_scaled_adapter(pair):
+    pair.do(lambda m: m.set_adapters("style", 0.5))
+    half = pair.result()
+    pair.do(lambda m: m.set_adapters("style", 1.0))
+    pair.do(lambda m: m.fuse_lora(lora_scale=0.5))
+    assert near(pair.result(), half)
+
+
+def test_unloading_brings_back_the_model_without_it(pair):
+    pair.result()
+    pair.do(lambda m: m.unload_lora())
+    assert torch.equal(pair.result(), pair.plain)
+
+
+def test_two_adapters_are_added_up(pair):
+    one = pair.result()
+    pair.load("other", seed=2)
+    pair.do(lambda m: m.set_adapters(["style", "other"], [1.0, 1.0]))
+    both = pair.result()
+    assert not near(both, one)
+    pair.do(lambda m: m.set_adapters(["style", "other"], [1.0, 0.0]))
+    assert near(pair.result(), one)
+
+
+def test_a_fused_adapter_stays_in_eight_bits_what_it_was():
+    """In fp8 the result is that of the fused weights, to three bits of mantissa, in either order
+    of loading and injecting."""
+    how = {"tiny": True, "dtype": torch.float32}
+    inputs = models.inputs("flux-dev", height=256, width=256, **how)
+    pair = Pair("flux-dev", numerics="fp8", lora_first=True)
+    with torch.no_grad():
+        pair.twin.disable_lora()
+        base = pair.twin(**inputs)[0]
+        pair.twin.enable_lora()
+        want = pair.twin(**inputs)[0]
+        pair.model(**inputs)
+        pair.model.fuse_lora()
+        got = pair.model(**inputs)[0]
+    adapter = (want - base).norm()
+    assert (got - want).norm() < adapter / 2, "nearer to the model without its adapter"
