@@ -31,7 +31,7 @@ class Contents:
 
     def __init__(self) -> None:
         self.epoch = 0  # how often all of it was forgotten, and with it what was made of it
-        self._noted: dict[int, tuple[ref[Tensor], bool, list[Tensor]]] = {}
+        self._noted: dict[Any, tuple[ref[Any], Any, bool, list[Tensor]]] = {}
 
     def __deepcopy__(self, memo: Any) -> Contents:
         return Contents()
@@ -41,10 +41,13 @@ class Contents:
 
     def note(self, tensor: Tensor, whole: bool = False) -> None:
         """Remember what is in a tensor now."""
-        key = id(tensor)
+        memory = tensor.untyped_storage()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = memory.data_ptr(), place
         sample = [words.clone() for words in _words(tensor, whole)]
-        gone = ref(tensor, lambda _: self._noted.pop(key, None) and None)
-        self._noted[key] = gone, whole, sample
+        # not of the tensor: one with weak references cannot be swapped (torch.utils.swap_tensors)
+        found = ref(memory, lambda _: self._noted.pop(key, None) and None)
+        self._noted[key] = found, place, whole, sample
 
     def forget(self) -> None:
         """Give up everything that was made of these tensors."""
@@ -56,17 +59,19 @@ class Contents:
         other; the answer waits for that alone."""
         now: list[Tensor] = []
         then: list[Tensor] = []
-        for found, whole, sample in list(self._noted.values()):
-            if (tensor := found()) is not None:
-                words = _words(tensor, whole)
-                if list(map(_place, words)) != list(map(_place, sample)):
-                    return lambda: False
-                now += words
+        for found, place, whole, sample in list(self._noted.values()):
+            if (memory := found()) is not None and memory.nbytes() > 0:
+                now += _words(_in(memory, *place), whole)
                 then += sample
         for copy, given in copies:
             now += _words(given, True)
             then += _words(copy, True)
         return _compare(now, then) if now else unchanged
+
+
+def _in(memory: Any, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor of this layout in a storage."""
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, shape, stride)
 
 
 def _words(tensor: Tensor, whole: bool) -> list[Tensor]:
@@ -79,10 +84,6 @@ def _words(tensor: Tensor, whole: bool) -> list[Tensor]:
     return [bits[0], bits[:, 0]]
 
 
-def _place(words: Tensor) -> tuple[int, torch.device, torch.dtype]:
-    return words.numel(), words.device, words.dtype
-
-
 def _compare(now: Sequence[Tensor], then: Sequence[Tensor]) -> Answer:
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in zip(now, then, strict=True):
@@ -91,7 +92,7 @@ def _compare(now: Sequence[Tensor], then: Sequence[Tensor]) -> Answer:
         theirs.append(b)
     with torch.no_grad():
         answers = [_same(*group) for group in groups.values()]
-    return lambda: all([answer() for answer in answers])
+    return lambda: all(answer() for answer in answers)
 
 
 def _same(now: list[Tensor], then: list[Tensor]) -> Answer:

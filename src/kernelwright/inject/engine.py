@@ -336,6 +336,7 @@ def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Che
             return (fused if known else own)(self, *args, **kwargs)
         return checker.run(self, fused, eager, args, kwargs)
 
+    forward.known = known  # type: ignore[attr-defined]
     setattr(forward, slots.MARK, patch)
     return forward
 
@@ -390,5 +391,6 @@ def _whole(
         with handoff.chain(chain(self), signature(args, kwargs)):
             return runs_as(self, *args, **kwargs)
 
+    forward.known = getattr(inner, "known", True)  # type: ignore[attr-defined]
     setattr(forward, slots.MARK, getattr(inner, slots.MARK, None))
     return forward

@@ -236,10 +236,11 @@ class Checker:
         """The result of a call for which there is no verdict, which is found if it can be."""
         if on_meta(args, kwargs) or torch._C._len_torch_dispatch_stack():
             return self._eager(module, eager, args, kwargs)
-        record.untold[key] += 1
-        if record.untold[key] & (record.untold[key] - 1):  # not at every call again
-            return self._eager(module, eager, args, kwargs)
         sight = _Sight(self, module, record, key, fused, eager, args, kwargs)
+        record.untold[key] += 1
+        again = record.untold[key] & (record.untold[key] - 1)
+        if again and not sight.records_gradients:  # not at every call
+            return self._eager(module, eager, args, kwargs)
         result = sight.look()
         if sight.verdict is not None:
             if len(record.verdicts) >= SIGNATURES:
@@ -302,12 +303,15 @@ class _Sight:
     notes: Counter[tuple[str, str]] = field(default_factory=Counter)
     off: dict[int, dict[str, str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.records_gradients = _records_gradients(self.module, self.args, self.kwargs)
+
     def look(self) -> Any:
         checker = self.checker
         self.exact = checker.numerics == "exact"
         self.wanted = self.exact or checker.verify or type(self.module) not in checker._proven
         once = self.record.once or has_state(self.args, self.kwargs)
-        if once or not self.wanted or _records_gradients(self.module, self.args, self.kwargs):
+        if once or not self.wanted or self.records_gradients:
             return self._in_one_run()
         return self._side_by_side()
 
@@ -466,6 +470,8 @@ def _strangers(root: nn.Module) -> dict[int, str]:
             continue
         if type(module).forward is not forward.__func__.__wrapped__:  # type: ignore
             found[id(module)] = "its class has another forward now"
+        elif forward.__func__.known and not patch.is_written_for(type(module)):  # type: ignore
+            found[id(module)] = "the code that its recipe was written after was replaced"
         elif (why := patch.matches(module)) is not True:
             found[id(module)] = why or "it is no longer what its recipe is for"
     return found

@@ -42,7 +42,7 @@ _by_weight: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _of_text(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """The products of all weights beside each other: [..., sum of outputs]."""
-    owner: Any = weights[0]
+    owner: Any = weights[0].untyped_storage()
 
     def make() -> Tensor:
         return torch.cat(products.apart(text, weights, biases), -1)

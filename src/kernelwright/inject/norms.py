@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ops.row.reference import eager_norm
 from ..ops.selection import given
-from .state import State
+from .state import PLAIN_FORWARDS, State
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -111,9 +111,9 @@ def _identify(module: nn.Module) -> Norm | str:
     if any(p.ndim != 1 for p in parameters.values()):
         return "a norm over more than the last dimension"
     forward = type(module).forward
-    if isinstance(module, nn.RMSNorm) and forward is nn.RMSNorm.forward:
+    if isinstance(module, nn.RMSNorm) and forward is PLAIN_FORWARDS[nn.RMSNorm]:
         return _over_last(module, "rms")
-    if isinstance(module, nn.LayerNorm) and forward is nn.LayerNorm.forward:
+    if isinstance(module, nn.LayerNorm) and forward is PLAIN_FORWARDS[nn.LayerNorm]:
         return _over_last(module, "layer")
     return _probe(module, parameters)
 

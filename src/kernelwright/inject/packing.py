@@ -64,7 +64,7 @@ class _Group:
 
 
 _groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
-# the same by their first weight, for a compiled graph, which is given nothing but weights
+# the same by the memory of their first weight, for a compiled graph, which is given weights alone
 _of_weights: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _lock = threading.Lock()
 _PARAMETER = frozenset((nn.Parameter,))
@@ -88,10 +88,11 @@ def packed_weights(weights: list[Any], biases: list[Any], x: Tensor) -> Packed |
 
 
 def _group_of(weight: Any) -> _Group:
-    found = _of_weights.get(weight)
+    memory = weight.untyped_storage()
+    found = _of_weights.get(memory)
     if found is None:
         with _lock:
-            found = _of_weights.setdefault(weight, _Group())
+            found = _of_weights.setdefault(memory, _Group())
     return found
 
 
@@ -116,7 +117,7 @@ def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> 
             blocks = _blocks(group, weights + biases)
             if blocks is None or not group.settled:
                 blocks = _pack(group, weights, biases)
-                _of_weights[first] = group
+                _of_weights[first.untyped_storage()] = group
     if group.why is not None:
         return group.why
     group.calls += 1

@@ -31,21 +31,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Made:
-    """What a value was made of: tensors by object, place and version, and what else decided it."""
+    """What a value was made of: tensors by object, memory and version, and what else decided it."""
 
-    tensors: tuple[ref[Tensor], ...]
+    memory: tuple[ref[Any], ...]
     facts: Hashable
 
     @staticmethod
     def of(tensors: Sequence[Tensor], facts: Hashable) -> Made:
-        return Made(tuple(map(ref, tensors)), (tuple(map(layout, tensors)), facts))
+        return Made(tuple(map(memory_of, tensors)), (tuple(map(_identity, tensors)), facts))
 
     def holds(self, tensors: Sequence[Tensor], facts: Hashable) -> bool:
         """Whether these are the same tensors, and nobody has written to them."""
-        return (
-            len(tensors) == len(self.tensors)
-            and all([r() is t for r, t in zip(self.tensors, tensors, strict=True)])
-            and self.facts == (tuple(map(layout, tensors)), facts)
+        return self.facts == (tuple(map(_identity, tensors)), facts) and all(
+            r() is t.untyped_storage() for r, t in zip(self.memory, tensors, strict=True)
         )
 
 
@@ -122,6 +120,16 @@ def can_be_kept(source: Tensor, weights: Sequence[Any]) -> bool:
         return False
     tensors = (source, *weights)
     return not any(t.is_inference() for t in tensors) and type(source) is Tensor
+
+
+def memory_of(t: Tensor) -> ref[Any]:
+    """The storage of a tensor, weakly. Weak references to a parameter itself would keep people from
+    swapping it (torch.utils.swap_tensors)."""
+    return ref(t.untyped_storage())
+
+
+def _identity(t: Tensor) -> Hashable:
+    return id(t), layout(t)
 
 
 def layout(t: Tensor) -> Hashable:

@@ -74,7 +74,7 @@ class Recipe:
 
 
 @cache
-def class_of(name: str) -> type | None:
+def class_of(name: str) -> Any:
     """The class of a library by its full name, or None before that is imported."""
     place, _, last = name.rpartition(".")
     return getattr(sys.modules.get(place), last, None)

@@ -1,4 +1,4 @@
-"""What a kept result depends on beside its inputs: modules as they were, and whether they still are.
+"""What a kept result depends on beside its inputs: modules as they were.
 
 Verdicts of first sight, text keys and values, rotary tables, descriptions of norms, fp8 weights and
 captured graphs are all made by running some modules once. `State` writes down what such a run reads
@@ -13,7 +13,7 @@ loops to builtins: about 0.4 us a module. Nothing here holds on to the module it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from itertools import chain
 from operator import is_, itemgetter
@@ -26,9 +26,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 COMMON = frozenset(vars(nn.Module()))  # what every module has
+FORWARDS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, type, slice)
-PLAIN += (torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, type, slice),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
+)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 CONTAINERS = (list, dict, set)
 NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
@@ -48,10 +51,9 @@ class State:
         modules = [m for m in root.modules() if isinstance(m._modules, dict)]
         opaque = set() if adapters else set(_inside_adapters(modules))
         inner = [m for m in modules if m is not root]
-        read = [m for m in inner if m not in opaque]
         children = [m._modules for m in modules]
         weights = [d for m in modules if m not in opaque for d in (m._parameters, m._buffers)]
-        hooks = [d for m in read for d in hooks_of(m)]
+        hooks = [d for m in inner for d in hooks_of(m)]
         self._root_type = type(root)
         self._inner = inner
         self._types = list(map(type, inner))
@@ -63,8 +65,8 @@ class State:
         self._holders = [d for d in weights if d]
         self._kinds = _kinds(self._holders)
         self._root = _Attributes(vars(root))
-        self._names = [vars(m) for m in read]
-        described = list(map(_Attributes, self._names))
+        self._names = [vars(m) for m in inner]
+        described = [_Attributes(vars(m), only=FORWARDS if m in opaque else None) for m in inner]
         self._sizes = [a.size for a in described]
         self._plain = [(n, a.get) for n, a in zip(self._names, described, strict=True)]
         self._plain_values = [a.values for a in described]
@@ -91,9 +93,9 @@ class State:
                 and list(map(type, self._inner)) == self._types
                 and _kinds(self._holders) == self._kinds
                 and self._root.hold(vars(root))
-                and all([found.is_in(names, name) for names, name, found in self._other])
-                and all([_settings(names) == values for names, values in self._settings])
-                and all([code.holds() for code in self._codes])
+                and all(found.is_in(names, name) for names, name, found in self._other)
+                and all(_settings(names) == values for names, values in self._settings)
+                and all(code.holds() for code in self._codes)
             )
         except (KeyError, RuntimeError, ValueError, TypeError):
             return False  # an attribute is gone, or is now something that cannot be compared
@@ -121,12 +123,12 @@ class State:
 class _Attributes:
     """The attributes of one module: plain values, which are compared at once, and others."""
 
-    def __init__(self, names: dict[str, Any]) -> None:
+    def __init__(self, names: dict[str, Any], only: Collection[str] | None = None) -> None:
         plain = ["training"]
         self.other: list[tuple[str, _Other]] = []
         self.objects: list[Any] = []
         for name, value in names.items():
-            if name in COMMON:
+            if name in COMMON or (only is not None and name not in only):
                 continue
             if _is_plain(value):
                 plain.append(name)
@@ -143,7 +145,7 @@ class _Attributes:
         return (
             self.size in (None, len(names))
             and self.get(names) == self.values
-            and all([found.is_in(names, name) for name, found in self.other])
+            and all(found.is_in(names, name) for name, found in self.other)
         )
 
     def settle(self, names: dict[str, Any]) -> bool:
@@ -193,8 +195,8 @@ class Code:
         ]
 
     def holds(self) -> bool:
-        return all([now == then for now, then in self._dicts]) and all(
-            [names.get(name) is then for names, name, then in self._called]
+        return all(now == then for now, then in self._dicts) and all(
+            names.get(name) is then for names, name, then in self._called
         )
 
 
@@ -254,6 +256,16 @@ def all_modules_hooked() -> bool:
     )
 
 
+# as PyTorch has them: somebody may put another forward on a class
+PLAIN_KINDS = (nn.Linear, nn.GELU, nn.SiLU, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
+PLAIN_FORWARDS = {kind: kind.forward for kind in PLAIN_KINDS}
+
+
+def is_plain(module: Any, kind: type[nn.Module]) -> bool:
+    """Whether a module is PyTorch's own, of no subclass, and computes as PyTorch has it."""
+    return type(module) is kind and kind.forward is PLAIN_FORWARDS[kind]
+
+
 def memory_of(root: nn.Module) -> str | None:
     """Why a module must not be run twice where eager runs it once, or None if it may: something
     inside it is, or may be, told of every run."""
@@ -264,9 +276,9 @@ def memory_of(root: nn.Module) -> str | None:
         if not _is_of_libraries(type(module).forward):
             return f"code of {type(module).__module__} in {name}"
         for value in vars(module).values():
-            if _has_settings(value) and callable(value):
-                if not _is_of_libraries(type(value).__call__):
-                    return f"a {type(value).__name__} on {name}"
+            called = _has_settings(value) and callable(value)
+            if called and not _is_of_libraries(type(value).__call__):
+                return f"a {type(value).__name__} on {name}"
     return None
 
 

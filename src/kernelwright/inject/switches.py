@@ -19,7 +19,7 @@ ORIGINAL = tuple(map(_functional.get, FUNCTIONS))
 def switches(device_type: str) -> tuple[Any, ...]:
     """What decides a kernel beside its operands, most of it as torch.backends asks for it: through
     properties of torch.backends this takes four times as long."""
-    state = torch._C
+    state: Any = torch._C
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     replaced = tuple(map(_functional.get, FUNCTIONS))
     return (

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ...ops.channel_norm import CHANNEL_NORM, problem
 from ..check import declined, site
 from ..norms import Norm
+from ..state import is_plain
 from .places import Part, Places, hooked_now, modulated
 
 NOT_EXACT = "no kernel sums over channels in the order that eager does"
@@ -26,7 +27,7 @@ class ChannelPlaces(Places):
             return activation(modulated(y, scale, shift))
 
         name = "channel norm + SiLU" if scale is None else "channel norm + modulate + SiLU"
-        if type(activation) is not nn.SiLU:
+        if not is_plain(activation, nn.SiLU):
             declined(name, f"no kernel for its {type(activation).__name__}")
             return eager()
         if hooked_now(activation):

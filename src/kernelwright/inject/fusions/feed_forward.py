@@ -14,6 +14,7 @@ from ...ops.gelu import GELU
 from ...ops.glu import GEGLU, SILU_MUL
 from ...ops.linear import algorithms, linear_gelu
 from ..check import current, declined, site
+from ..state import is_plain
 from .places import CHANGES_DTYPE, Places, hooked_now, is_linear
 from .projections import in_turn, may_go_around, product
 from .side_by_side import GELU_BESIDE, gelu_beside
@@ -181,7 +182,7 @@ class FeedForwardPlaces(Places):
 
 def _is_gelu(activation: Any) -> bool:
     """PyTorch's GELU, and nobody wants to see it being called."""
-    return type(activation) is nn.GELU and not hooked_now(activation)
+    return is_plain(activation, nn.GELU) and not hooked_now(activation)
 
 
 def _recording(*tensors: Tensor) -> bool:
@@ -202,4 +203,6 @@ def _kept_apart(left: Tensor, right: Tensor) -> str | None:
 
 def _pass_through(layers: list[Any]) -> bool:
     """Whether these layers hand on what they are given."""
-    return all(type(m) is nn.Dropout and not (m.training and m.p) for m in layers)
+    return all(
+        is_plain(m, nn.Dropout) and not hooked_now(m) and not (m.training and m.p) for m in layers
+    )

@@ -17,6 +17,7 @@ from ..norms import Norm
 from ..products import SameBits
 from ..prompts import Prompts, Shared
 from ..slots import hooked
+from ..state import is_plain
 from ..tables import Tables
 
 Part = Tensor | None
@@ -118,14 +119,10 @@ def _norm_of(module: nn.Module) -> Norm | str:
     return norms.describe(module)
 
 
-LINEAR = nn.Linear.forward  # as PyTorch has it: somebody may put another one on the class
-
-
 def is_linear(module: Any) -> bool:
     """A plain Linear that may be read around: no adapter, no hook, no quantised weight."""
     return (
-        type(module) is nn.Linear
-        and nn.Linear.forward is LINEAR
+        is_plain(module, nn.Linear)
         and type(module._parameters.get("weight")) is nn.Parameter
         and not hooked_now(module)
     )

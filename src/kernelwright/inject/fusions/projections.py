@@ -12,8 +12,8 @@ from ...ops.linear import algorithms
 from .. import packing, products
 from ..check import declined, site
 from ..slots import hooked
-from ..state import all_modules_hooked
-from .places import LINEAR, Places
+from ..state import all_modules_hooked, is_plain
+from .places import Places
 
 QKV = "QKV in one product"
 TEXT_QKV = "QKV of the text in one product"
@@ -103,8 +103,8 @@ def _chooses(layer: Any, x: Tensor) -> bool:
 def may_go_around(layers: Sequence[Any]) -> bool:
     """Whether nothing stands around these layers that their weights do not tell."""
     for layer in layers:
-        if type(layer) is not nn.Linear or "forward" in vars(layer) or hooked(layer):
+        if not is_plain(layer, nn.Linear) or "forward" in vars(layer) or hooked(layer):
             return False
         if "weight" not in layer._parameters:  # weight norm and pruning compute it
             return False
-    return nn.Linear.forward is LINEAR and not all_modules_hooked()
+    return not all_modules_hooked()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import norms
 from ..kept_products import OF_TEXT
 from ..slots import hooked
+from ..state import is_plain
 from .projections import ProjectionPlaces
 
 
@@ -22,7 +23,7 @@ class TextPlaces(ProjectionPlaces):
         as long as nothing wants to see the layers being called."""
         if torch.compiler.is_compiling() or any(map(hooked, layers)):
             return make()
-        if not all(type(m) is nn.Linear or norms.key(m) in self.norms for m in layers):
+        if not all(is_plain(m, nn.Linear) or norms.key(m) in self.norms for m in layers):
             return make()
         if self.eight_bits is not None:
             for layer in layers:

@@ -84,9 +84,7 @@ class Prelude:
         if given.is_inference():  # nobody counts who writes to it
             return True
         last = self._last.get(number)
-        if last is not None and last[0]() is given and last[1] == given._version:
-            return False
-        return True
+        return last is None or last[0]() is not given or last[1] != given._version
 
     def note(self, number: int, given: Tensor) -> None:
         """Values are made of this input now."""
