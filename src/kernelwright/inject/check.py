@@ -29,6 +29,7 @@ class _Pass(threading.local):
 
     eager = False  # as if nothing were injected
     inside = False  # inside a forward of ours: what is called from it needs no check of its own
+    members: frozenset[int] = frozenset()  # the modules that this is about, by id
     comparing = False  # try each site against eager
     eight_bits = True  # off while a module is held to what "fused" promises
     made_under: Any = None  # state and signature that hold for what is made now
@@ -41,7 +42,7 @@ class _Pass(threading.local):
 
 
 current = _Pass()
-HERE = ("inside", "made_under", "off", "off_inside", "stays", "adapted")
+HERE = ("inside", "members", "made_under", "off", "off_inside", "stays", "adapted")
 
 
 @contextmanager

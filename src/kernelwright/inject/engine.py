@@ -43,6 +43,7 @@ class Injection:
     """One model with the forwards that replace those of its modules."""
 
     root: ref[nn.Module]
+    checker: Checker
     forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
 
     def put(self) -> None:
@@ -85,6 +86,8 @@ def inject(
     for injection in injections:
         root = injection.root()
         assert root is not None
+        for before in _active.get(root, ()):
+            before.checker.retired = True
         _take_off(root)
         _active[root] = [injection]
         injection.put()
@@ -95,7 +98,8 @@ def restore(target: Any) -> int:
     """Bring back exactly what was there before `inject`; returns how many modules changed."""
     count = 0
     for part in parts_of(target):
-        _active.pop(part.model, None)
+        for injection in _active.pop(part.model, ()):
+            injection.checker.retired = True
         count += _take_off(part.model)
     return count
 
@@ -116,6 +120,7 @@ def injected(target: Any, **how: Any) -> Iterator[Report]:
             root = injection.root()
             if root is not None and injection in _active.get(root, ()):
                 _active[root].remove(injection)
+                injection.checker.retired = True
                 _show_last(root)
 
 
@@ -199,7 +204,7 @@ def _plan(
     checker.changed = fusions.look_again
     report.checkers.append(checker)
     report.models.append(ref(model))
-    injection = Injection(ref(model))
+    injection = Injection(ref(model), checker)
     made: dict[tuple[int, type], Forward] = {}
     covered: dict[nn.Module, str] = {}
     lines: Counter[Line] = Counter()
@@ -244,7 +249,7 @@ def _plan(
         root = module is model and bool(injection.forwards)
         if (chain or graphed or root) and slots.why_not(module) is None:
             inner = next((f for r, f in injection.forwards if r() is module), None)
-            whole = _whole(type(module), inner, chain, graphed, fusions)
+            whole = _whole(type(module), inner, chain, graphed, fusions, checker)
             injection.forwards.append((ref(module), whole))
     return injection
 
@@ -347,6 +352,7 @@ def _whole(
     chain: Chain | None,
     graphs: Graphs | None,
     fusions: Fusions,
+    checker: Checker,
 ) -> Forward:
     """The forward of a whole model: its own, or `inner` if a patch is for the model itself, told in
     which order the blocks run, or as a graph."""
@@ -358,7 +364,7 @@ def _whole(
         eager = type(self).forward
         if torch.compiler.is_compiling():
             return runs_as(self, *args, **kwargs)
-        if current.eager or eager is not own:
+        if current.eager or checker.retired or eager is not own:
             return eager(self, *args, **kwargs)
         if graphs is not None:
             return graphs(self, run, args, kwargs)

@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 from . import contract, draws, handoff, runs, slots
 from .check import (
     DIFFERS,
+    HERE,
     NO_MEMORY,
     NOTHING,
     Forward,
@@ -89,6 +90,7 @@ class _Record:
 
     state: State
     once: str | None  # why it must not be run twice
+    members: frozenset[int]  # it and the modules in it, by id
     stays: dict[int, str]  # modules in it that are not what their recipe is for, by id
     adapted: set[int]  # layers in it with an adapter around them, by id
     checked: int = 0  # the state of the whole model in which this one was last found unchanged
@@ -114,6 +116,8 @@ class Checker:
 
     numerics: str
     verify: bool
+    # restored: somebody may hold on to a forward of ours, and call it
+    retired: bool = False
     names: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
     findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=FINDINGS))
     # layers meant for eight bits that were called in a way that is not, and why
@@ -127,9 +131,9 @@ class Checker:
 
     def run(self, module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:
         """The forward of an injected module."""
-        if current.eager:
+        if current.eager or self.retired:
             return eager(module, *args, **kwargs)
-        if current.inside:
+        if current.inside and id(module) in current.members:
             return self._nested(module, fused, eager, args, kwargs)
         if _looked_through():
             return self._eager(module, eager, args, kwargs)
@@ -170,6 +174,7 @@ class Checker:
             found = _Record(
                 State(module, adapters=False),
                 memory_of(module),
+                frozenset(map(id, module.modules())),
                 _strangers(module),
                 base_layers(module),
             )
@@ -193,14 +198,15 @@ class Checker:
         kwargs: Any,
     ) -> Any:
         now, noting = current, current.notes is not None
-        before = now.inside, now.off, now.off_inside, now.stays, now.adapted, now.made_under
-        now.inside, now.off_inside, now.stays = True, off, record.stays
+        before = {name: getattr(now, name) for name in HERE}
+        now.inside, now.off_inside, now.stays, now.members = True, off, record.stays, record.members
         now.adapted, now.made_under = record.adapted, (record.serial, key)
         now.off = off.setdefault(id(module), {}) if noting else off.get(id(module), NOTHING)
         try:
             return fused(module, *args, **kwargs)
         finally:
-            now.inside, now.off, now.off_inside, now.stays, now.adapted, now.made_under = before
+            for name, value in before.items():
+                setattr(now, name, value)
 
     @staticmethod
     def _nested(module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ def put(module: nn.Module, function: Callable[..., Any]) -> None:
     ]
     for holder, name in slots:
         _write(holder, name, forward)
-    if not slots:
+    if not slots and "forward" not in module.__dict__:  # what somebody put there since stays
         module.__dict__["forward"] = forward
 
 

@@ -59,6 +59,7 @@ def is_adaptive(module: nn.Module, temb: Tensor) -> bool:
         and getattr(module, "emb", None) is None
         and temb.ndim == 2
         and not hooked_now(module)
+        and not hooked_now(module.norm)
     )
 
 
@@ -91,7 +92,8 @@ def zero_single(fuse: Fusions) -> Forward:
 
 def zero_x(fuse: Fusions) -> Forward:
     def forward(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-        if emb is None or emb.ndim != 2:
+        # it is normalised once and modulated twice, which a hook would see
+        if emb is None or emb.ndim != 2 or hooked_now(self.norm):
             return NotImplemented
         return adapted(fuse, self, emb, hidden_states)[0]
 
