@@ -38,6 +38,7 @@ class Kind:
     change: object
     of_models: bool
     exact_only: bool = False  # keeps state in the model, which an injected copy cannot take over
+    on_gpu: bool = False  # there is nothing to change without one
     after: tuple = ()  # kinds without which there is nothing to see
 
 

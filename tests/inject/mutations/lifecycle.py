@@ -72,7 +72,7 @@ def dtype(world, draw):
     world.renew()
 
 
-@on_models("life.to the CPU and back")
+@on_models("life.to the CPU and back", on_gpu=True)
 def moved(side, draw):
     device = next(side.model.parameters()).device
     if device.type == "cpu":
