@@ -63,6 +63,26 @@ def test_a_change_after_the_first_calls_is_followed(kind, tally):
         pytest.skip("eager does not do this here")
 
 
+# what a graph has baked in: numbers, functions and modules that Python reads
+BAKED = [
+    ("ltx-video", "parts.eps of all norms"),
+    ("ltx-video", "parts.an activation swapped"),
+    ("ltx-video", "parts.class patched: norm"),
+    ("flux-dev", "parts.the __call__ of a processor class patched"),
+    ("flux-dev", "calls.float32 precision"),
+    ("ltx-video", "calls.a switch of attention"),
+    ("llama-3-8b", "parts.an attribute of attention"),
+    ("llama-3-8b", "hooks.global forward pre-hook"),
+    ("sdxl-unet", "life.freeu"),
+]
+
+
+@pytest.mark.parametrize(("preset", "kind"), BAKED)
+def test_a_change_after_the_capture_is_followed(preset, kind, tally):
+    with graphs_on_the_cpu():
+        assert mutations.alone(preset, kind, 0, tally, graphs=True)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_changes_in_a_row_leave_the_bits_of_eager(preset, tally, record_property):
     mutations.sequence(preset, SEED, *share(preset), tally)

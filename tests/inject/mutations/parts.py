@@ -41,13 +41,21 @@ WRAPPED = {
 }
 
 
-@on_models("parts.eps")
-def eps(side, draw):
-    """On one norm, or on all."""
-    names = side.modules(lambda m: any(isinstance(getattr(m, e, None), float) for e in EPS))
-    if not names:
-        raise NotHere
-    names = draw.choice((names, [draw.choice(names)]))
+@on_models("parts.eps of one norm")
+def one_eps(side, draw):
+    return set_eps(side, [side.pick(draw, has_eps)])
+
+
+@on_models("parts.eps of all norms")
+def all_eps(side, draw):
+    return set_eps(side, side.modules(has_eps))
+
+
+def has_eps(module):
+    return any(isinstance(getattr(module, e, None), float) for e in EPS)
+
+
+def set_eps(side, names):
     before = [_set_eps(side.at(name), 0.25) for name in names]
 
     def undo(side):
@@ -152,19 +160,25 @@ def same_name(side, draw):
     return undo
 
 
-@on_models("parts.a forward wrapped")
-def wrapped(side, draw):
-    module = side.at(side.pick(draw, WRAPPED[draw.choice(list(WRAPPED))]))
-    had, before = "forward" in vars(module), module.forward
-    module.forward = lambda *args, **kwargs: scaled(before(*args, **kwargs))
+def wrapping(wanted):
+    def wrapped(side, draw):
+        module = side.at(side.pick(draw, wanted))
+        had, before = "forward" in vars(module), module.forward
+        module.forward = lambda *args, **kwargs: scaled(before(*args, **kwargs))
 
-    def undo(side):
-        if had:
-            module.forward = before
-        else:
-            vars(module).pop("forward", None)
+        def undo(side):
+            if had:
+                module.forward = before
+            else:
+                vars(module).pop("forward", None)
 
-    return undo
+        return undo
+
+    return wrapped
+
+
+for part, wanted in WRAPPED.items():
+    on_models(f"parts.forward wrapped: {part}")(wrapping(wanted))
 
 
 @on_models("parts.a forward wrapped that counts")
@@ -200,14 +214,20 @@ def patch(owner, name, value):
     return undo
 
 
-@on_world("parts.the forward of a class patched")
-def class_patched(world, draw):
-    name = world.twin.pick(draw, WRAPPED[draw.choice(list(WRAPPED))])
-    kind = type(world.twin.at(name))
-    if type(world.ours.at(name)) is not kind or kind.__name__ == "Identity":
-        raise NotHere
-    usual = kind.forward
-    return patch(kind, "forward", lambda self, *a, **k: scaled(usual(self, *a, **k), 1.25))
+def patching(wanted):
+    def patched(world, draw):
+        name = world.twin.pick(draw, wanted)
+        kind = type(world.twin.at(name))
+        if type(world.ours.at(name)) is not kind:
+            raise NotHere
+        usual = kind.forward
+        return patch(kind, "forward", lambda self, *a, **k: scaled(usual(self, *a, **k), 1.25))
+
+    return patched
+
+
+for part, wanted in WRAPPED.items():
+    on_world(f"parts.class patched: {part}")(patching(wanted))
 
 
 @on_world("parts.the __call__ of a processor class patched")
