@@ -61,10 +61,17 @@ def _register(name, of_models, **how):
     return register
 
 
+class Seen(Counter):
+    """Counts for one side, however often its model is copied."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 @dataclass
 class Side:
     model: object
-    seen: Counter = field(default_factory=Counter)  # calls of hooks and processors
+    seen: Counter = field(default_factory=Seen)  # calls of hooks and processors
     handles: list = field(default_factory=list)  # of what is registered for the whole process
     originals: list = field(default_factory=list)  # models that were copied
 

@@ -21,8 +21,9 @@ def copied(side, draw):
         side.originals.clear()
 
 
-@on_models("life.pickle")
+@on_models("life.pickle", exact_only=True)
 def pickled(side, draw):
+    """What comes back may be injected or not."""
     side.model = pickle.loads(pickle.dumps(side.model))
 
 

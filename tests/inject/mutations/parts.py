@@ -1,5 +1,7 @@
 """Parts of a model that change: norms, activations, forwards, processors, attributes."""
 
+from functools import partial
+
 from torch import nn
 
 from .core import NotHere, on_models, on_world
@@ -160,11 +162,21 @@ def same_name(side, draw):
     return undo
 
 
+def _scaled(forward, *args, **kwargs):
+    return scaled(forward(*args, **kwargs))
+
+
+def _counting(forward, name, seen, *args, **kwargs):
+    seen[name] += 1
+    return forward(*args, **kwargs)
+
+
 def wrapping(wanted):
     def wrapped(side, draw):
         module = side.at(side.pick(draw, wanted))
         had, before = "forward" in vars(module), module.forward
-        module.forward = lambda *args, **kwargs: scaled(before(*args, **kwargs))
+        # not a closure: in a copy of the model it calls the copy of the module
+        module.forward = partial(_scaled, before)
 
         def undo(side):
             if had:
@@ -181,26 +193,34 @@ for part, wanted in WRAPPED.items():
     on_models(f"parts.forward wrapped: {part}")(wrapping(wanted))
 
 
-@on_models("parts.a forward wrapped that counts")
+@on_models("parts.forwards wrapped that count")
 def counted(side, draw):
     """Somebody's own code, with an effect that must happen once a call."""
-    name = side.pick(draw, WRAPPED[draw.choice(list(WRAPPED))])
-    module, seen = side.at(name), side.seen
-    had, before = "forward" in vars(module), module.forward
-
-    def forward(*args, **kwargs):
-        seen[name] += 1
-        return before(*args, **kwargs)
-
-    module.forward = forward
+    wanted = WRAPPED[draw.choice(list(WRAPPED))]
+    undos = [_count(side.at(name), name, side.seen) for name in side.modules(wanted)]
 
     def undo(side):
-        if had:
-            module.forward = before
-        else:
-            vars(module).pop("forward", None)
+        for each in undos:
+            each()
 
     return undo
+
+
+@on_models("parts.all norms wrapped so that they count")
+def counted_norms(side, draw):
+    undos = [_count(side.at(name), name, side.seen) for name in side.modules(norms)]
+
+    def undo(side):
+        for each in undos:
+            each()
+
+    return undo
+
+
+def _count(module, name, seen):
+    had, before = "forward" in vars(module), module.forward
+    module.forward = partial(_counting, before, name, seen)
+    return lambda: setattr(module, "forward", before) if had else vars(module).pop("forward", None)
 
 
 def patch(owner, name, value):
