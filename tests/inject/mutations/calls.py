@@ -1,6 +1,7 @@
 """What is given to a model, how it is called, and the switches of PyTorch around the call."""
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 import kernelwright as kw
@@ -281,7 +282,8 @@ def jvp(world, draw):
     tangent = noise(draw, world.inputs[name])
 
     def once(model, inputs):
-        return torch.func.jvp(function(model, inputs), (inputs[name],), (tangent,))
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no forward derivative
+            return torch.func.jvp(function(model, inputs), (inputs[name],), (tangent,))
 
     world.once = once
 

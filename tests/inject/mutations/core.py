@@ -38,6 +38,7 @@ class Kind:
     change: object
     of_models: bool
     exact_only: bool = False  # keeps state in the model, which an injected copy cannot take over
+    on_gpu: bool = False  # there is nothing to change without one
     after: tuple = ()  # kinds without which there is nothing to see
 
 
@@ -60,10 +61,17 @@ def _register(name, of_models, **how):
     return register
 
 
+class Seen(Counter):
+    """Counts for one side, however often its model is copied."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 @dataclass
 class Side:
     model: object
-    seen: Counter = field(default_factory=Counter)  # calls of hooks and processors
+    seen: Counter = field(default_factory=Seen)  # calls of hooks and processors
     handles: list = field(default_factory=list)  # of what is registered for the whole process
     originals: list = field(default_factory=list)  # models that were copied
 

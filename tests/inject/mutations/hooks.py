@@ -71,6 +71,20 @@ def backward(side, draw):
     return removal(module.register_full_backward_hook(counted(side.seen, f"{name} backward")))
 
 
+@on_models("hooks.full backward hook on all modules", after=("calls.gradients",))
+def backward_everywhere(side, draw):
+    handles = [
+        m.register_full_backward_hook(counted(side.seen, f"{n} backward"))
+        for n, m in side.model.named_modules()
+    ]
+
+    def undo(side):
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
 @on_models("hooks.gradient hook of a parameter", after=("calls.gradients",))
 def gradient(side, draw):
     names = [n for n, p in side.model.named_parameters() if p.requires_grad]

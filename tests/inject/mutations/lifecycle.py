@@ -21,8 +21,9 @@ def copied(side, draw):
         side.originals.clear()
 
 
-@on_models("life.pickle")
+@on_models("life.pickle", exact_only=True)
 def pickled(side, draw):
+    """What comes back may be injected or not."""
     side.model = pickle.loads(pickle.dumps(side.model))
 
 
@@ -72,7 +73,7 @@ def dtype(world, draw):
     world.renew()
 
 
-@on_models("life.to the CPU and back")
+@on_models("life.to the CPU and back", on_gpu=True)
 def moved(side, draw):
     device = next(side.model.parameters()).device
     if device.type == "cpu":

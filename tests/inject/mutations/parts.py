@@ -1,5 +1,7 @@
 """Parts of a model that change: norms, activations, forwards, processors, attributes."""
 
+from functools import partial
+
 from torch import nn
 
 from .core import NotHere, on_models, on_world
@@ -41,13 +43,21 @@ WRAPPED = {
 }
 
 
-@on_models("parts.eps")
-def eps(side, draw):
-    """On one norm, or on all."""
-    names = side.modules(lambda m: any(isinstance(getattr(m, e, None), float) for e in EPS))
-    if not names:
-        raise NotHere
-    names = draw.choice((names, [draw.choice(names)]))
+@on_models("parts.eps of one norm")
+def one_eps(side, draw):
+    return set_eps(side, [side.pick(draw, has_eps)])
+
+
+@on_models("parts.eps of all norms")
+def all_eps(side, draw):
+    return set_eps(side, side.modules(has_eps))
+
+
+def has_eps(module):
+    return any(isinstance(getattr(module, e, None), float) for e in EPS)
+
+
+def set_eps(side, names):
     before = [_set_eps(side.at(name), 0.25) for name in names]
 
     def undo(side):
@@ -152,41 +162,65 @@ def same_name(side, draw):
     return undo
 
 
-@on_models("parts.a forward wrapped")
-def wrapped(side, draw):
-    module = side.at(side.pick(draw, WRAPPED[draw.choice(list(WRAPPED))]))
-    had, before = "forward" in vars(module), module.forward
-    module.forward = lambda *args, **kwargs: scaled(before(*args, **kwargs))
-
-    def undo(side):
-        if had:
-            module.forward = before
-        else:
-            vars(module).pop("forward", None)
-
-    return undo
+def _scaled(forward, *args, **kwargs):
+    return scaled(forward(*args, **kwargs))
 
 
-@on_models("parts.a forward wrapped that counts")
+def _counting(forward, name, seen, *args, **kwargs):
+    seen[name] += 1
+    return forward(*args, **kwargs)
+
+
+def wrapping(wanted):
+    def wrapped(side, draw):
+        module = side.at(side.pick(draw, wanted))
+        had, before = "forward" in vars(module), module.forward
+        # not a closure: in a copy of the model it calls the copy of the module
+        module.forward = partial(_scaled, before)
+
+        def undo(side):
+            if had:
+                module.forward = before
+            else:
+                vars(module).pop("forward", None)
+
+        return undo
+
+    return wrapped
+
+
+for part, wanted in WRAPPED.items():
+    on_models(f"parts.forward wrapped: {part}")(wrapping(wanted))
+
+
+@on_models("parts.forwards wrapped that count")
 def counted(side, draw):
     """Somebody's own code, with an effect that must happen once a call."""
-    name = side.pick(draw, WRAPPED[draw.choice(list(WRAPPED))])
-    module, seen = side.at(name), side.seen
-    had, before = "forward" in vars(module), module.forward
-
-    def forward(*args, **kwargs):
-        seen[name] += 1
-        return before(*args, **kwargs)
-
-    module.forward = forward
+    wanted = WRAPPED[draw.choice(list(WRAPPED))]
+    undos = [_count(side.at(name), name, side.seen) for name in side.modules(wanted)]
 
     def undo(side):
-        if had:
-            module.forward = before
-        else:
-            vars(module).pop("forward", None)
+        for each in undos:
+            each()
 
     return undo
+
+
+@on_models("parts.all norms wrapped so that they count")
+def counted_norms(side, draw):
+    undos = [_count(side.at(name), name, side.seen) for name in side.modules(norms)]
+
+    def undo(side):
+        for each in undos:
+            each()
+
+    return undo
+
+
+def _count(module, name, seen):
+    had, before = "forward" in vars(module), module.forward
+    module.forward = partial(_counting, before, name, seen)
+    return lambda: setattr(module, "forward", before) if had else vars(module).pop("forward", None)
 
 
 def patch(owner, name, value):
@@ -200,14 +234,20 @@ def patch(owner, name, value):
     return undo
 
 
-@on_world("parts.the forward of a class patched")
-def class_patched(world, draw):
-    name = world.twin.pick(draw, WRAPPED[draw.choice(list(WRAPPED))])
-    kind = type(world.twin.at(name))
-    if type(world.ours.at(name)) is not kind or kind.__name__ == "Identity":
-        raise NotHere
-    usual = kind.forward
-    return patch(kind, "forward", lambda self, *a, **k: scaled(usual(self, *a, **k), 1.25))
+def patching(wanted):
+    def patched(world, draw):
+        name = world.twin.pick(draw, wanted)
+        kind = type(world.twin.at(name))
+        if type(world.ours.at(name)) is not kind:
+            raise NotHere
+        usual = kind.forward
+        return patch(kind, "forward", lambda self, *a, **k: scaled(usual(self, *a, **k), 1.25))
+
+    return patched
+
+
+for part, wanted in WRAPPED.items():
+    on_world(f"parts.class patched: {part}")(patching(wanted))
 
 
 @on_world("parts.the __call__ of a processor class patched")

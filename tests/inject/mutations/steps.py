@@ -103,8 +103,12 @@ def compare(world, times=1):
         if world.numerics != "exact":
             with _told(world, fresh):
                 kw.inject(fresh.model, numerics=world.numerics)
+                # at first sight the result may be the one of the check, rounded otherwise
+                call(world, fresh)
                 want = call(world, fresh)
         with _told(world, world.ours):
+            if world.numerics != "exact":
+                call(world, world.ours)
             got = call(world, world.ours)
         world.once = None
         world.calls += 1
