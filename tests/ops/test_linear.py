@@ -72,6 +72,9 @@ class OnCuda:
         self.shape, self.dtype, self.requires_grad = shape, dtype, requires_grad
         self.is_cuda, self.device = device == "cuda", torch.device(device)
 
+    def is_neg(self):
+        return False
+
 
 def problem(
     approximate=True,

@@ -30,7 +30,9 @@ def kinds(op: str, arguments: Sequence[tuple[str, str]], values: Sequence[Any]) 
             continue
         types, expected = KINDS.get(kind, (object, "another value"))
         if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-            raise TypeError(f"{op}: {name} is {shown(value)}, expected {expected}")
+            # a word or a switch is one of a few values, as `choice` has it
+            error = ValueError if kind in ("bool", "str") else TypeError
+            raise error(f"{op}: {name} is {shown(value)}, expected {expected}")
 
 
 def how(

@@ -112,9 +112,10 @@ class Op:
             if key is None:
                 return self._dispatched(args, out, exact, backend, inplace)
             hash(key if out is None else (key, layouts(out)))
-        except Exception:
+        except Exception as error:
             # unhashable, or nothing that PyTorch can take: let the checks name the argument
-            self.validate(args, out, exact, backend, inplace)
+            if not str(error).startswith(f"{self.name}: "):
+                self.validate(args, out, exact, backend, inplace)
             raise
         return self.compute(args, out, exact, backend, inplace)
 

@@ -85,8 +85,10 @@ def call({names} out=None, exact=None, backend=None, inplace=False):
     try:
         return _plan(_args, out)
     except RuntimeError:
-        # a tensor of torch.func has no address; to ask before every launch takes longer
+        # a tensor of torch.func has no address, and one of another layout may have the same key;
+        # to ask before every launch takes longer
         if not _in_functorch():
+            _op.validate(_args, out, exact, backend, inplace)
             raise
     return _op.carefully(_args, out, exact, backend, inplace)
 """

@@ -64,10 +64,15 @@ def linear_gelu(
         return algorithms.linear(x, weight, bias, gelu=True)
     if torch.compiler.is_compiling() and not mixed:
         return whole.node(x, weight, bias, approximate)
-    if backend == "torch" or mixed or _recording(x, weight, bias):
-        return reference.linear_gelu(x, weight, bias, approximate)
-    # the bits of the eager chain, which a graph keeps whole
-    return GELU(F.linear(x, weight, bias), approximate, exact="torch", backend="auto")
+    try:
+        if backend == "torch" or mixed or _recording(x, weight, bias):
+            return reference.linear_gelu(x, weight, bias, approximate)
+        # the bits of the eager chain, which a graph keeps whole
+        return GELU(F.linear(x, weight, bias), approximate, exact="torch", backend="auto")
+    except (RuntimeError, TypeError):
+        # a choice is kept by shape and strides, which a tensor of another layout may share
+        _check(x, weight, bias, approximate, backend, mixed)
+        raise
 
 
 def _kept(
