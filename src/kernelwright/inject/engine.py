@@ -23,7 +23,7 @@ from . import handoff, norms, runs, slots
 from .check import current
 from .contents import Contents, unchanged
 from .eight_bits import DOES, EightBits, check_device, unfit
-from .first_sight import Checker
+from .first_sight import Checker, looked_through
 from .fusions import Fusions
 from .graphs.capture import capturing
 from .recipe import Chain, Forward, Patch, full_name, recipes
@@ -333,8 +333,6 @@ def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Che
         result = recipe(self, *args, **kwargs)
         return eager(self, *args, **kwargs) if result is NotImplemented else result
 
-    fused.known = known  # type: ignore[attr-defined]
-
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -364,7 +362,7 @@ def _whole(
         eager = type(self).forward
         if torch.compiler.is_compiling():
             return runs_as(self, *args, **kwargs)
-        if current.eager or checker.retired or eager is not own:
+        if current.eager or checker.retired or eager is not own or looked_through():
             return eager(self, *args, **kwargs)
         if graphs is not None:
             return graphs(self, run, args, kwargs)
@@ -375,7 +373,8 @@ def _whole(
             kept = fusions.contents
             first = runs.is_first(self) and not capturing()
             answer = kept.check() if first and kept else unchanged
-            if not runs.current.on_gpu and not answer():
+            now = not runs.current.on_gpu or runs.current.memory is not None
+            if now and not answer():  # it must not be run twice, or is told at once
                 kept.forget()
                 answer = unchanged
             result = ordered(self, *args, **kwargs)
@@ -383,12 +382,6 @@ def _whole(
                 return result
             result = None
             kept.forget()
-            if runs.current.memory is not None:
-                raise RuntimeError(
-                    f"{type(self).__name__}: a text or a weight was written to behind PyTorch's "
-                    f"back while it ran with {runs.current.memory}; call restore() and inject() "
-                    f"after such a write"
-                )
             return ordered(self, *args, **kwargs)
 
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

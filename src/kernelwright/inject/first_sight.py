@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -91,6 +91,7 @@ class _Record:
     state: State
     once: str | None  # why it must not be run twice
     members: frozenset[int]  # it and the modules in it, by id
+    unknown: bool  # whether some of its code is not what a recipe was written after
     stays: dict[int, str]  # modules in it that are not what their recipe is for, by id
     adapted: set[int]  # layers in it with an adapter around them, by id
     checked: int = 0  # the state of the whole model in which this one was last found unchanged
@@ -135,7 +136,7 @@ class Checker:
             return eager(module, *args, **kwargs)
         if current.inside and id(module) in current.members:
             return self._nested(module, fused, eager, args, kwargs)
-        if _looked_through():
+        if looked_through():
             return self._eager(module, eager, args, kwargs)
         record = self._record(module)
         if record.stays and id(module) in record.stays:
@@ -175,6 +176,7 @@ class Checker:
                 State(module, adapters=False),
                 memory_of(module),
                 frozenset(map(id, module.modules())),
+                any(not forward.known for _, _, forward in _ours(module)),
                 _strangers(module),
                 base_layers(module),
             )
@@ -323,8 +325,12 @@ class _Sight:
 
     def _in_one_run(self) -> Any:
         """Run fused, in `exact` with each site beside its eager steps."""
-        if self.wanted and not getattr(self.fused, "known", True):
+        if self.record.unknown and (self.wanted or self.record.once):
             self._conclude(False, "its code is new to us, and it cannot be run twice")
+            return self._eager()
+        if self.exact and torch._C._is_any_autocast_enabled():
+            # which casts between the sites, where nothing is compared
+            self._conclude(False)
             return self._eager()
         result = self._fused(comparing=self.exact and self.wanted)
         self.record.state.settle(self.module)
@@ -455,7 +461,7 @@ def _records_gradients(module: nn.Module, args: Any, kwargs: Any) -> bool:
     return any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
 
 
-def _looked_through() -> bool:
+def looked_through() -> bool:
     """Whether something takes every operation apart that no kernel of ours can be taken apart for:
     function transforms, forward-mode gradients, tracing, hooks on all modules."""
     return (
@@ -466,17 +472,22 @@ def _looked_through() -> bool:
     )
 
 
+def _ours(root: nn.Module) -> Iterator[tuple[nn.Module, Patch, Any]]:
+    """Injected modules, what they were injected with, and the function that replaces a forward."""
+    for module in root.modules():
+        forward: Any = slots.current(module)
+        patch = None if forward is None else getattr(forward.__func__, slots.MARK)
+        if isinstance(patch, Patch):
+            yield module, patch, forward.__func__
+
+
 def _strangers(root: nn.Module) -> dict[int, str]:
     """Injected modules that are not, or no longer, what their recipe is for."""
     found = {}
-    for module in root.modules():
-        forward = slots.current(module)
-        patch = None if forward is None else getattr(forward.__func__, slots.MARK)  # type: ignore
-        if not isinstance(patch, Patch):
-            continue
-        if type(module).forward is not forward.__func__.__wrapped__:  # type: ignore
+    for module, patch, forward in _ours(root):
+        if type(module).forward is not forward.__wrapped__:
             found[id(module)] = "its class has another forward now"
-        elif forward.__func__.known and not patch.is_written_for(type(module)):  # type: ignore
+        elif forward.known and not patch.is_written_for(type(module)):
             found[id(module)] = "the code that its recipe was written after was replaced"
         elif (why := patch.matches(module)) is not True:
             found[id(module)] = why or "it is no longer what its recipe is for"

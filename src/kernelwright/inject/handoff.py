@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from . import runs
 from .slots import hooked
 
 NONE: dict[int, nn.Module] = {}
@@ -68,6 +69,9 @@ def following(module: nn.Module) -> nn.Module | None:
         return None
     after = _run.following.get(id(module))
     if after is None or hooked(module) or hooked(after) or (_refused and after in _refused):
+        return None
+    # where nothing has a hook, as the running model knows, its norms need not be asked
+    if not runs.current.serial and any(m and hooked(m) for m in after._modules.values()):
         return None
     return after
 

@@ -94,12 +94,13 @@ def gradient(side, draw):
     return removal(parameter.register_hook(lambda grad: grad * 2))
 
 
-def of(side, model, factor):
-    """A hook for the modules of one model, as the process has one registry for all."""
-    inside = set(map(id, model.modules()))
+def of(side, factor):
+    """A hook for the modules of one side, as the process has one registry for all."""
 
     def hook(module, args, out):
-        if id(module) in inside and not list(module.children()):
+        # the model may be another one by now: a copy
+        inside = any(module is m for m in side.model.modules())
+        if inside and not list(module.children()):
             side.seen[f"global {type(module).__name__}"] += 1
             return scaled(out, factor) if isinstance(module, nn.Linear) else None
         return None
@@ -107,11 +108,11 @@ def of(side, model, factor):
     return hook
 
 
-@on_models("hooks.global forward hook")
+@on_models("hooks.global forward hook", exact_only=True)
 def global_forward(side, draw):
     """On the models' own modules only, so that each side has one."""
     factor = draw.choice((1.0, 1.125))
-    handle = global_hooks.register_module_forward_hook(of(side, side.model, factor))
+    handle = global_hooks.register_module_forward_hook(of(side, factor))
     side.handles.append(handle)
     return removal(handle)
 

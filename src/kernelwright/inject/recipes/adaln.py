@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..fusions import Fusions, hooked_now
 from ..recipe import Forward, Patch, Recipe, full_name
@@ -51,7 +51,7 @@ def adapted(
     return (rows, *rest), total
 
 
-def is_adaptive(module: nn.Module, temb: Tensor) -> bool:
+def is_adaptive(module: Any, temb: Tensor) -> bool:
     """Whether `adapted` may stand for calling this module with this embedding."""
     return (
         type(module).__name__ in PARTS

@@ -130,7 +130,9 @@ def is_plain(block: Any, hidden_states: Tensor, cross_attention_kwargs: Any) -> 
 
 
 def may_read_norms(block: Any) -> bool:
-    return block.norm_type != "ada_norm_zero" or not hooked_now(block.norm1)
+    if block.norm_type != "ada_norm_zero":
+        return True
+    return not hooked_now(block.norm1) and not hooked_now(block.norm1.norm)
 
 
 def next_block(block: Any) -> Any:
