@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ops import fp8
 from ..ops.fp8.reference import ACTIVATIONS
-from . import contract, runs
+from . import contract, runs, slots
 from .check import current, tells
 from .contents import Contents
 from .eight_bit_rows import Makers, rows_of
@@ -70,13 +70,18 @@ class EightBits:
     _packs: WeakKeyDictionary[nn.Module, Pack] = field(default_factory=WeakKeyDictionary)
     _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
+    def __deepcopy__(self, memo: Any) -> EightBits:
+        return self  # copies of a model share their forwards, too
+
     def forward(self) -> Forward:
         """The forward that all layers share."""
 
         def forward(layer: Any, input: Tensor) -> Tensor:
             y = self(layer, input)
-            return type(layer).forward(layer, input) if y is None else y
+            own = slots.class_forward(layer, nn.Linear.forward)
+            return own(layer, input) if y is None else y
 
+        forward.__wrapped__ = nn.Linear.forward  # type: ignore[attr-defined]
         setattr(forward, MARK, self)
         return forward
 

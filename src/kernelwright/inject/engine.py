@@ -327,7 +327,7 @@ def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Che
     known = patch.is_written_for(kind)
 
     def eager(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(self).forward(self, *args, **kwargs)  # the class may have another one by now
+        return slots.class_forward(self, own)(self, *args, **kwargs)
 
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = recipe(self, *args, **kwargs)
@@ -339,7 +339,8 @@ def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Che
             return (fused if known else own)(self, *args, **kwargs)
         return checker.run(self, fused, eager, args, kwargs)
 
-    forward.known = known  # type: ignore[attr-defined]
+    fused.own, fused.known, fused.patch = own, known, patch  # type: ignore[attr-defined]
+    forward.fused = fused  # type: ignore[attr-defined]
     setattr(forward, slots.MARK, patch)
     return forward
 
@@ -359,9 +360,9 @@ def _whole(
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        eager = type(self).forward
         if torch.compiler.is_compiling():
             return runs_as(self, *args, **kwargs)
+        eager = slots.class_forward(self, own)
         if current.eager or checker.retired or eager is not own or looked_through():
             return eager(self, *args, **kwargs)
         if graphs is not None:
@@ -390,6 +391,6 @@ def _whole(
         with handoff.chain(chain(self), signature(args, kwargs)):
             return runs_as(self, *args, **kwargs)
 
-    forward.known = getattr(inner, "known", True)  # type: ignore[attr-defined]
+    forward.fused = getattr(inner, "fused", None)  # type: ignore[attr-defined]
     setattr(forward, slots.MARK, getattr(inner, slots.MARK, None))
     return forward

@@ -49,7 +49,6 @@ from .check import (
     set_now,
     tells,
 )
-from .recipe import Patch
 from .signature import facts, has_state, on_meta, signature, written
 from .state import State, all_modules_hooked, base_layers, memory_of
 from .switches import switches
@@ -90,7 +89,7 @@ class _Record:
 
     state: State
     once: str | None  # why it must not be run twice
-    members: frozenset[int]  # it and the modules in it, by id
+    members: frozenset[int]  # injected modules that it is about: it and those in it, by id
     unknown: bool  # whether some of its code is not what a recipe was written after
     stays: dict[int, str]  # modules in it that are not what their recipe is for, by id
     adapted: set[int]  # layers in it with an adapter around them, by id
@@ -130,6 +129,9 @@ class Checker:
     _records: WeakKeyDictionary[nn.Module, list[_Record]] = field(default_factory=WeakKeyDictionary)
     _proven: set[type] = field(default_factory=set)
 
+    def __deepcopy__(self, memo: Any) -> Checker:
+        return self  # copies of a model share their forwards, too
+
     def run(self, module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:
         """The forward of an injected module."""
         if current.eager or self.retired:
@@ -138,7 +140,7 @@ class Checker:
             return self._nested(module, fused, eager, args, kwargs)
         if looked_through():
             return self._eager(module, eager, args, kwargs)
-        record = self._record(module)
+        record = self._record(module, fused)
         if record.stays and id(module) in record.stays:
             self._say_once(module, record, args, kwargs)
             return eager(module, *args, **kwargs)
@@ -159,7 +161,7 @@ class Checker:
             outside = switches(runs.device_type(args, kwargs))
         return key, outside, handoff.is_offered(module)
 
-    def _record(self, module: nn.Module) -> _Record:
+    def _record(self, module: nn.Module, fused: Any) -> _Record:
         """What is known of a module as it is now."""
         known = self._records.get(module, [])
         serial = runs.state_of(module)
@@ -172,12 +174,13 @@ class Checker:
                 self.changed(module)
                 handoff.forget()  # it was made for what the module was
                 handoff.allow(module)
+            ours = [(module, fused), *_injected_in(module)]
             found = _Record(
                 State(module, adapters=False),
                 memory_of(module),
-                frozenset(map(id, module.modules())),
-                any(not forward.known for _, _, forward in _ours(module)),
-                _strangers(module),
+                frozenset(id(m) for m, _ in ours),
+                any(not forward.known for _, forward in ours),
+                _strangers(ours),
                 base_layers(module),
             )
         if not known or found is not known[0]:
@@ -472,23 +475,24 @@ def looked_through() -> bool:
     )
 
 
-def _ours(root: nn.Module) -> Iterator[tuple[nn.Module, Patch, Any]]:
-    """Injected modules, what they were injected with, and the function that replaces a forward."""
+def _injected_in(root: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """The injected modules inside a module, and their fused forwards. One around whose forward
+    somebody has put another is not among them: it looks for itself when it is called."""
     for module in root.modules():
         forward: Any = slots.current(module)
-        patch = None if forward is None else getattr(forward.__func__, slots.MARK)
-        if isinstance(patch, Patch):
-            yield module, patch, forward.__func__
+        fused = None if forward is None else getattr(forward.__func__, "fused", None)
+        if fused is not None and module is not root:
+            yield module, fused
 
 
-def _strangers(root: nn.Module) -> dict[int, str]:
+def _strangers(injected: list[tuple[nn.Module, Any]]) -> dict[int, str]:
     """Injected modules that are not, or no longer, what their recipe is for."""
     found = {}
-    for module, patch, forward in _ours(root):
-        if type(module).forward is not forward.__wrapped__:
+    for module, fused in injected:
+        if slots.class_forward(module, fused.own) is not fused.own:
             found[id(module)] = "its class has another forward now"
-        elif forward.known and not patch.is_written_for(type(module)):
+        elif fused.known and not fused.patch.is_written_for(type(module)):
             found[id(module)] = "the code that its recipe was written after was replaced"
-        elif (why := patch.matches(module)) is not True:
+        elif (why := fused.patch.matches(module)) is not True:
             found[id(module)] = why or "it is no longer what its recipe is for"
     return found

@@ -16,7 +16,7 @@ from torch import nn
 from .state import MARK, is_ours
 from .state import is_hooked as hooked
 
-__all__ = ["MARK", "current", "hooked", "is_ours", "put", "remove", "why_not"]
+__all__ = ["MARK", "class_forward", "current", "hooked", "is_ours", "put", "remove", "why_not"]
 
 
 def current(module: nn.Module) -> Callable[..., Any] | None:
@@ -27,8 +27,14 @@ def current(module: nn.Module) -> Callable[..., Any] | None:
 def why_not(module: nn.Module) -> str | None:
     """Why the forward of this module cannot be replaced, or None if it can."""
     slots = list(_slots(module))
-    if not slots or any(is_ours(f) or _is_own(module, f) for _, _, f in slots):
+    if not slots:
         return None
+    for _, _, forward in slots:
+        if _is_own(module, forward):
+            return None
+        if is_ours(forward):
+            usual = class_forward(module, forward.__func__.__wrapped__) is type(module).forward
+            return None if usual else "a hook calls another forward than its class has now"
     return "its forward was already replaced by something else"
 
 
@@ -42,6 +48,26 @@ def put(module: nn.Module, function: Callable[..., Any]) -> None:
         _write(holder, name, forward)
     if not slots and "forward" not in module.__dict__:  # what somebody put there since stays
         module.__dict__["forward"] = forward
+    elif not slots:
+        return
+    if type(module).forward is not getattr(function, "__wrapped__", None):
+        module.__dict__.setdefault(LAST, type(module).forward)
+
+
+LAST = "_kernelwright_class_forward"  # set on a module whose class was given another forward
+
+
+def class_forward(module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward that a module would have without ours: that of its class, as it is now. But what
+    somebody has put around ours since would hold on to the one that the class had at that time.
+    `own` is that of the class when ours was made."""
+    names = module.__dict__
+    if not is_ours(names.get("forward")):
+        return names.get(LAST, own)
+    found = type(module).forward
+    if found is not own or LAST in names:
+        names[LAST] = found
+    return found
 
 
 def remove(module: nn.Module) -> bool:
@@ -54,7 +80,10 @@ def remove(module: nn.Module) -> bool:
         if holder is module.__dict__ and name == "forward":
             del holder["forward"]
         else:
-            _write(holder, name, MethodType(type(module).forward, module))
+            own = class_forward(module, forward.__func__.__wrapped__)
+            _write(holder, name, MethodType(own, module))
+    if found:  # or else somebody has put another forward around ours, and may go on calling it
+        module.__dict__.pop(LAST, None)
     return found
 
 

@@ -270,16 +270,33 @@ def memory_of(root: nn.Module) -> str | None:
     """Why a module must not be run twice where eager runs it once, or None if it may: something
     inside it is, or may be, told of every run."""
     for module in root.modules():
-        name = type(module).__name__
         if module is not root and is_hooked(module):
-            return f"a hook or another forward on {name}"
+            return f"a hook or another forward on {type(module).__name__}"
         if not _is_of_libraries(type(module).forward):
-            return f"code of {type(module).__module__} in {name}"
-        for value in vars(module).values():
-            called = _has_settings(value) and callable(value)
-            if called and not _is_of_libraries(type(value).__call__):
-                return f"a {type(value).__name__} on {name}"
+            return f"code of {type(module).__module__} in {type(module).__name__}"
+        if effect := effect_of(module):
+            return effect
     return None
+
+
+def effect_of(module: nn.Module) -> str | None:
+    """What somebody has put into a module of a library that may do more than compute."""
+    name, own = type(module).__name__, vars(module)
+    if "forward" in own and not is_ours(own["forward"]) and not _is_of_hooks(own):
+        return f"another forward on {name}"
+    of_library = type(module).__module__.partition(".")[0] in LIBRARIES
+    if of_library and not _is_of_libraries(type(module).forward):
+        return f"another forward on the class {name}"
+    for value in own.values():
+        called = _has_settings(value) and callable(value)
+        if called and not _is_of_libraries(type(value).__call__):
+            return f"a {type(value).__name__} on {name}"
+    return None
+
+
+def _is_of_hooks(own: dict[str, Any]) -> bool:
+    """Whether a forward is one by which accelerate or diffusers call their hooks."""
+    return "_hf_hook" in own or "_diffusers_hook" in own
 
 
 def _is_of_libraries(function: Any) -> bool:

@@ -10,7 +10,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ..state import State, hooks_of
+from ..state import State, effect_of, hooks_of
 from .call import OUTPUT_HOOKS
 from .memory import TENSOR_TYPES
 
@@ -96,6 +96,8 @@ class Watch:
             return "training mode"
         if hook := next(filter(None, map(_hook_of, inner)), None):
             return hook
+        if effect := next(filter(None, map(effect_of, inner)), None):
+            return effect
         for weight in weights:
             if type(weight) not in WEIGHT_TYPES:
                 return f"weights of type {type(weight).__name__}"
