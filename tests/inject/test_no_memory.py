@@ -158,7 +158,7 @@ def test_the_report_says_which_products_pytorch_kept_and_why(monkeypatch):
         monkeypatch.setattr(algorithms, "_decisions", {((torch.device("cpu"),),): why})
         said = " ".join(str(report).split())
         assert "In this process 0 of 1 products by another algorithm than PyTorch's" in said
-        assert "1 not: there was no memory to try others." in said
+        assert "1 not: there was no memory to try others;" in said
         assert report.to_dict()["products"] == [str(why)]
 
 

@@ -54,19 +54,32 @@ class Contents:
         self.epoch += 1
         self._noted = {}
 
-    def check(self, copies: Iterable[tuple[Tensor, Tensor]] = ()) -> Answer:
-        """Begin to compare all that is noted with what is there now, and pairs of tensors with each
-        other; the answer waits for that alone."""
+    def check(self) -> Answer:
+        """Begin to compare all that is noted with what is there now; the answer waits for that
+        alone."""
+        return told(self.compared())
+
+    def compared(self) -> list[Tensor]:
+        """Whether all that is noted is there still: one value for each device and dtype."""
         now: list[Tensor] = []
         then: list[Tensor] = []
         for found, place, whole, sample in list(self._noted.values()):
             if (memory := found()) is not None and memory.nbytes() > 0:
                 now += _words(_in(memory, *place), whole)
                 then += sample
-        for copy, given in copies:
-            now += _words(given, True)
-            then += _words(copy, True)
-        return _compare(now, then) if now else unchanged
+        return compared(now, then)
+
+
+def copied(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Whether pairs of tensors hold the same."""
+    both = [(a, b) for pair in pairs for a, b in zip(*(_words(t, True) for t in pair), strict=True)]
+    return compared([a for a, _ in both], [b for _, b in both])
+
+
+def told(answers: Sequence[Tensor]) -> Answer:
+    """All of these, to be asked for when the device has got so far."""
+    waits = list(map(_told, answers))
+    return lambda: all(wait() for wait in waits)
 
 
 def _in(memory: Any, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -84,29 +97,33 @@ def _words(tensor: Tensor, whole: bool) -> list[Tensor]:
     return [bits[0], bits[:, 0]]
 
 
-def _compare(now: Sequence[Tensor], then: Sequence[Tensor]) -> Answer:
+def samples(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Views of the first row and column of each tensor."""
+    return [words for tensor in tensors for words in _words(tensor, False)]
+
+
+def compared(now: Sequence[Tensor], then: Sequence[Tensor]) -> list[Tensor]:
+    """Whether samples are the same: one value for each device and dtype."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in zip(now, then, strict=True):
         ours, theirs = groups.setdefault((a.device, a.dtype), ([], []))
         ours.append(a)
         theirs.append(b)
     with torch.no_grad():
-        answers = [_same(*group) for group in groups.values()]
-    return lambda: all(answer() for answer in answers)
+        return [(torch.cat(ours) == torch.cat(theirs)).all() for ours, theirs in groups.values()]
 
 
-def _same(now: list[Tensor], then: list[Tensor]) -> Answer:
-    same = (torch.cat(now) == torch.cat(then)).all()
+def _told(same: Tensor) -> Answer:
     if not same.is_cuda:
         return lambda: bool(same)
     with torch.cuda.device(same.device):
-        told = torch.empty((), dtype=torch.bool, pin_memory=True)
-        told.copy_(same, non_blocking=True)
+        copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+        copy.copy_(same, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
 
     def answer() -> bool:
         done.synchronize()
-        return bool(told)
+        return bool(copy)
 
     return answer

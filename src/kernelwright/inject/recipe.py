@@ -47,9 +47,11 @@ class Patch:
     def matches(self, module: nn.Module) -> bool | str:
         if callable(self.target):
             return self.target(module)
-        return full_name(type(module)) == self.target
+        return type(module) is class_of(self.target)
 
     def is_written_for(self, kind: type) -> bool:
+        if self.sources and class_of(full_name(kind)) is not kind:
+            return False  # a class that goes by the name of another
         return not self.sources or fingerprint(kind, self.sources) in self.written_for
 
 
@@ -73,7 +75,6 @@ class Recipe:
         return self.chains.get(full_name(type(module)))
 
 
-@cache
 def class_of(name: str) -> Any:
     """The class of a library by its full name, or None before that is imported."""
     place, _, last = name.rpartition(".")

@@ -287,8 +287,8 @@ def effect_of(module: nn.Module) -> str | None:
     of_library = type(module).__module__.partition(".")[0] in LIBRARIES
     if of_library and not _is_of_libraries(type(module).forward):
         return f"another forward on the class {name}"
-    for value in own.values():
-        called = _has_settings(value) and callable(value)
+    for key, value in own.items():
+        called = key not in FORWARDS and _has_settings(value) and callable(value)
         if called and not _is_of_libraries(type(value).__call__):
             return f"a {type(value).__name__} on {name}"
     return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..contents import Answer, Contents, unchanged
+from ..contents import Answer, compared, copied, samples, told, unchanged
 from ..draws import of as drawn
 from .masks import Decisions
 from .memory import Refusal, Results, Room
@@ -117,9 +117,14 @@ class Captured:
             raise Refusal("forward writes to its inputs")
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
-        self._contents = Contents()
-        for tensor in self._given:
-            self._contents.note(tensor)
+        kept = list({id(t): t for t in self._given}.values())
+        self._then = [words.clone() for words in samples(kept)]
+        # one launch: to compare a hundred weights one by one takes the host milliseconds
+        self._compare: Callable[[], None] | None = None
+        if kept:
+            self._compare, self._compared = recorder.record(
+                lambda: compared(samples(kept), self._then), device
+            )
         self._results = Results(result, memory, weights)
         self._facts = self._now()
 
@@ -135,10 +140,11 @@ class Captured:
     def check(self, inputs: Sequence[Tensor]) -> Answer:
         """Begin to compare the values that the graph was made of with those that are there now, for
         a replay with these inputs; to be read when that is under way."""
-        if not self._given:
+        if self._compare is None:
             return unchanged
+        self._compare()
         old = [n for n in self._prelude.sources if not self._prelude.is_new(n, inputs[n])]
-        return self._contents.check([(self._memory[n], inputs[n]) for n in old])
+        return told([*self._compared, *copied((self._memory[n], inputs[n]) for n in old)])
 
     def forget_inputs(self) -> None:
         """Take the next inputs for new ones, whatever they are."""
