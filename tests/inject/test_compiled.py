@@ -309,8 +309,8 @@ def test_graphs_replay_blocks_that_are_compiled(traces, monkeypatch):
     for _ in range(4):
         assert same(run(model, inputs), expected)
     (graphs,) = report.graphs
-    # the forward without what is made of the text, that, and the check of its weights, when they are
-    # made; then the first and the last again
+    # the forward without what is made of the text, that, and the check of its weights, when made
+    # first; then the forward and the check again
     assert graphs.counts == (3, 6)
     other = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].flip(1)}
     result = run(model, other)
