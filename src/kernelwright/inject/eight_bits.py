@@ -30,6 +30,7 @@ from .graphs.capture import capturing, depend, keep
 from .recipe import Forward
 from .signature import written
 from .slots import MARK, hooked
+from .state import is_plain
 
 DOES = "product in eight bits"
 # Three bits of mantissa leave an error of 2.6% (root mean square) in each operand, 3.7% in their
@@ -223,6 +224,8 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
         return "tensors of a class of their own"
     if hooked(layer):
         return "a hook wants to see it being called"
+    if not is_plain(layer, nn.Linear):
+        return "its class has another forward now"
     if id(layer) in runs.current.adapted or id(layer) in current.adapted:
         return "an adapter is around it"
     if not runs.current.token and not current.inside:

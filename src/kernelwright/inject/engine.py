@@ -373,7 +373,9 @@ def _whole(
         with runs.begin(self, args, kwargs, fusions.contents):
             kept = fusions.contents
             first = runs.is_first(self) and not capturing()
-            answer = kept.check() if first and kept else unchanged
+            # without fp8 weights, a model that cannot look back uses nothing that was kept
+            needed = runs.looks_back() or fusions.eight_bits is not None
+            answer = kept.check() if first and kept and needed else unchanged
             now = not runs.current.on_gpu or runs.current.memory is not None
             if now and not answer():  # it must not be run twice, or is told at once
                 kept.forget()

@@ -54,7 +54,7 @@ def _of_text(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) 
         if running is not None:
             return running.once(owner, text, [*weights, *biases], make).clone()
         contents = runs.current.contents
-        if contents is None or packing.not_now(text.device):
+        if contents is None or not runs.looks_back() or packing.not_now(text.device):
             return make()
         operands = root(text), *weights, *biases
         facts = layout(text), runs.current.switches, id(contents), contents.epoch

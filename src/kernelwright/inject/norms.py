@@ -103,6 +103,8 @@ _OTHER_AXES = (
 
 
 def _identify(module: nn.Module) -> Norm | str:
+    if any(module.children()):
+        return "a norm with modules inside, such as a parametrization"
     parameters = {n: p for n, p in module._parameters.items() if p is not None}
     if extra := parameters.keys() - {"weight", "bias"}:
         return f"a norm with {', '.join(sorted(extra))}"

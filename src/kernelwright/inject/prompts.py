@@ -66,8 +66,8 @@ class Prompts:
         running = prelude.current()
         if running is not None:
             return running.once(owner, source, weights, check.as_here(make))
-        if source.is_cuda and not runs.current.token:
-            return make()  # nobody would look whether it is written to
+        if source.is_cuda and not runs.looks_back():
+            return make()  # nobody would look in time whether it is written to
         origin = root(source)
         tensors = origin, *weights
         facts = layout(source), check.current.made_under, self.contents.epoch

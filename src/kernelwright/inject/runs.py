@@ -84,6 +84,12 @@ def is_first(model: nn.Module) -> bool:
     return current.model is model
 
 
+def looks_back() -> bool:
+    """Whether the forward that runs finds out at its end what was written to before it, and then
+    runs again. One with a memory cannot; nor is it worth waiting for the GPU at its beginning."""
+    return current.token != 0 and (current.memory is None or not current.on_gpu)
+
+
 def state_of(module: nn.Module) -> int:
     """The number of the running model's state, if that tells of `module` too."""
     return current.serial if id(module) in current.modules else 0

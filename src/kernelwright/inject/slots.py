@@ -51,7 +51,7 @@ def put(module: nn.Module, function: Callable[..., Any]) -> None:
     elif not slots:
         return
     if type(module).forward is not getattr(function, "__wrapped__", None):
-        module.__dict__.setdefault(LAST, type(module).forward)
+        module.__dict__.setdefault(LAST, Held(type(module).forward))
 
 
 LAST = "_kernelwright_class_forward"  # set on a module whose class was given another forward
@@ -63,11 +63,27 @@ def class_forward(module: nn.Module, own: Callable[..., Any]) -> Callable[..., A
     `own` is that of the class when ours was made."""
     names = module.__dict__
     if not is_ours(names.get("forward")):
-        return names.get(LAST, own)
+        held = names.get(LAST)
+        return own if held is None or held.forward is None else held.forward
     found = type(module).forward
     if found is not own or LAST in names:
-        names[LAST] = found
+        names[LAST] = Held(found)
     return found
+
+
+class Held:
+    """A forward that a copy of its module holds too, and a pickled one does not."""
+
+    __slots__ = ("forward",)
+
+    def __init__(self, forward: Callable[..., Any] | None) -> None:
+        self.forward = forward
+
+    def __deepcopy__(self, memo: Any) -> Held:
+        return self
+
+    def __reduce__(self) -> tuple[type[Held], tuple[None]]:
+        return Held, (None,)
 
 
 def remove(module: nn.Module) -> bool:

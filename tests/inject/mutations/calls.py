@@ -261,6 +261,8 @@ def functional(world, draw):
 
 def transformed(world):
     """The model as a function of its latents, for the transforms of torch.func."""
+    if any("_diffusers_hook" in vars(m) for m in world.twin.model.modules()):
+        raise NotHere  # offload that swaps weights inside a transform crashes PyTorch itself
     name = latents(world)
 
     def function(model, inputs):

@@ -25,6 +25,10 @@ def copied(side, draw):
 def pickled(side, draw):
     """What comes back may be injected or not."""
     side.model = pickle.loads(pickle.dumps(side.model))
+    for module in side.model.modules():
+        # pickle brings a forward of the instance back as the one that the class has then
+        if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+            del module.forward
 
 
 @on_world("life.torch.save of the state")
