@@ -248,8 +248,9 @@ class Checker:
         if on_meta(args, kwargs) or torch._C._len_torch_dispatch_stack():
             return self._eager(module, eager, args, kwargs)
         sight = _Sight(self, module, record, key, fused, eager, args, kwargs)
-        record.untold[key] += 1
-        again = record.untold[key] & (record.untold[key] - 1)
+        # another thread may see it for the first time, too, and be done at any moment
+        count = record.untold[key] = record.untold.get(key, 0) + 1
+        again = count & (count - 1)
         if again and not sight.records_gradients:  # not at every call
             return self._eager(module, eager, args, kwargs)
         result = sight.look()
@@ -257,7 +258,7 @@ class Checker:
             if len(record.verdicts) >= SIGNATURES:
                 record.verdicts.clear()
             record.verdicts[key] = sight.verdict
-            del record.untold[key]
+            record.untold.pop(key, None)
             self.untold.pop(module, None)
         elif sight.untold:
             self.untold[module] = True
