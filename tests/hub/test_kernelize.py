@@ -109,12 +109,10 @@ def test_a_class_whose_code_has_changed_keeps_its_own_forward(package, replaced,
     monkeypatch.setattr(transformer_ltx.LTXVideoTransformerBlock, "forward", forward)
     from kernelwright.inject import recipe
 
-    recipe.fingerprint.cache_clear()
     try:
         assert "LTXVideoTransformerBlock" not in replaced(kernelized(model, package, INFERENCE))
     finally:
         monkeypatch.undo()
-        recipe.fingerprint.cache_clear()
 
 
 def test_training_mode_has_the_gradients_of_eager(package):
