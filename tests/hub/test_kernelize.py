@@ -107,8 +107,6 @@ def test_a_class_whose_code_has_changed_keeps_its_own_forward(package, replaced,
         return 2 * hidden_states
 
     monkeypatch.setattr(transformer_ltx.LTXVideoTransformerBlock, "forward", forward)
-    from kernelwright.inject import recipe
-
     try:
         assert "LTXVideoTransformerBlock" not in replaced(kernelized(model, package, INFERENCE))
     finally:
