@@ -100,7 +100,8 @@ class Shared:
 
     def __call__(self, source: Tensor, facts: Hashable, make: Callable[[], T]) -> T:
         """What `make` makes of `source` and `facts`, once in a forward of the model."""
-        if not runs.current.serial or not can_be_kept(source, []):
+        # in this order: a compiled block must not be made for one number of a model's state
+        if not can_be_kept(source, []) or not runs.current.serial:
             return make()
         known = facts, source._version, phase(), runs.current.token
         last = self._last
