@@ -83,6 +83,19 @@ def test_a_change_after_the_capture_is_followed(preset, kind, tally):
         assert mutations.alone(preset, kind, 0, tally, graphs=True)
 
 
+# sequences that once failed in a longer run, and that no short one is likely to draw
+FOUND = [
+    # offload leaves parameters without an address
+    ("ltx-video", ["life.sequential offload", "calls.torch.func.grad"]),
+]
+
+
+@pytest.mark.parametrize(("preset", "kinds"), FOUND)
+def test_what_failed_once_does_not_again(preset, kinds):
+    with graphs_on_the_cpu():
+        mutations.replay(preset, [(kind, 3) for kind in kinds], graphs=True)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_changes_in_a_row_leave_the_bits_of_eager(preset, tally, record_property):
     mutations.sequence(preset, SEED, *share(preset), tally)

@@ -1,5 +1,7 @@
 """What is given to a model, how it is called, and the switches of PyTorch around the call."""
 
+from contextlib import nullcontext
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
@@ -196,7 +198,7 @@ def nested(world, draw):
 
     def way(model):
         if model is not world.ours.model:
-            return torch.no_grad() if "gradients" not in world.ways else torch.enable_grad()
+            return nullcontext()
         return kw.injected(model, numerics=world.numerics)
 
     return toggled(world, "nested", way)

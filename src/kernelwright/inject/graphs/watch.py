@@ -101,7 +101,7 @@ class Watch:
         for weight in weights:
             if type(weight) not in WEIGHT_TYPES:
                 return f"weights of type {type(weight).__name__}"
-        return None
+        return "weights without an address" if self._layout is None else None
 
 
 def _values(dicts: Iterable[dict]) -> list[Any]:
@@ -109,12 +109,17 @@ def _values(dicts: Iterable[dict]) -> list[Any]:
 
 
 def _layout(weights: list[Tensor]) -> tuple[list, ...] | None:
-    """Where the weights lie, or None if some are no plain tensors: those may have no address.
+    """Where the weights lie, or None if some have no address: subclasses of Tensor, and what
+    accelerate's offload leaves behind after it ran inside a transform of torch.func.
     The number of elements and the strides stand for the shape, which takes longer to ask for."""
     if not WEIGHT_TYPES.issuperset(map(type, weights)):
         return None
+    try:
+        addresses = list(map(Tensor.data_ptr, weights))
+    except RuntimeError:
+        return None
     return (
-        list(map(Tensor.data_ptr, weights)),
+        addresses,
         [w.dtype for w in weights],
         list(map(Tensor.numel, weights)),
         list(map(Tensor.stride, weights)),
