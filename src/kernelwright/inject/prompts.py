@@ -98,10 +98,16 @@ class Shared:
     def __deepcopy__(self, memo: Any) -> Shared:
         return Shared()
 
+    @staticmethod
+    def keeps(source: Tensor) -> bool:
+        """Whether all blocks of this forward may use one value. Where hooks or unknown code run in
+        between, they may change what it is made of."""
+        # in this order: a compiled block must not be made for one number of a model's state
+        return can_be_kept(source, []) and bool(runs.current.serial)
+
     def __call__(self, source: Tensor, facts: Hashable, make: Callable[[], T]) -> T:
         """What `make` makes of `source` and `facts`, once in a forward of the model."""
-        # in this order: a compiled block must not be made for one number of a model's state
-        if not can_be_kept(source, []) or not runs.current.serial:
+        if not self.keeps(source):
             return make()
         known = facts, source._version, phase(), runs.current.token
         last = self._last

@@ -76,7 +76,7 @@ class State:
             for name, found in a.other
         ]
         settings = {id(o): o for a in (self._root, *described) for o in a.objects}.values()
-        self._settings = [(vars(o), _settings(vars(o))) for o in settings]
+        self._settings = [_Settings(vars(o)) for o in settings]
         classes = dict.fromkeys((type(root), *self._types, *map(type, settings)))
         self._codes = [code_of(kind) for kind in classes]
 
@@ -94,7 +94,7 @@ class State:
                 and _kinds(self._holders) == self._kinds
                 and self._root.hold(vars(root))
                 and all(found.is_in(names, name) for names, name, found in self._other)
-                and all(_settings(names) == values for names, values in self._settings)
+                and all(settings.hold() for settings in self._settings)
                 and all(code.holds() for code in self._codes)
             )
         except (KeyError, RuntimeError, ValueError, TypeError):
@@ -106,7 +106,7 @@ class State:
         rows = zip(self._names, self._sizes, self._plain, self._plain_values, strict=True)
         kept = [row for row in rows if len(row[0]) == row[1] and row[2][1](row[0]) == row[3]]
         other = [row for row in self._other if row[2].is_in(row[0], row[1])]
-        settings = [row for row in self._settings if _settings(row[0]) == row[1]]
+        settings = [found for found in self._settings if found.hold()]
         written = (
             len(kept) < len(self._names)
             or len(other) < len(self._other)
@@ -134,7 +134,7 @@ class _Attributes:
                 plain.append(name)
                 continue
             self.other.append((name, _Other(value)))
-            if _has_settings(value):
+            if name not in FORWARDS and _has_settings(value):
                 self.objects.append(value)
         self.size: int | None = len(names)
         self.plain = plain
@@ -177,6 +177,28 @@ class _Other:
         now = names.get(name)
         same = now is self._ref() and now is not None
         return same and (self._copy is None or _copied(now) == self._copy)
+
+
+class _Settings:
+    """The attributes of an object that is no module, as far as they can be compared by value."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+        self._names, self._types = list(attributes), list(map(type, attributes.values()))
+        plain = [name for name, value in attributes.items() if _is_plain(value)]
+        self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain) if plain else len
+        self._values = self._get(attributes)
+        containers = [n for n, value in attributes.items() if isinstance(value, CONTAINERS)]
+        self._containers = [(name, _copied(attributes[name])) for name in containers]
+
+    def hold(self) -> bool:
+        now = self._attributes
+        return (
+            list(now) == self._names
+            and list(map(type, now.values())) == self._types
+            and bool(self._get(now) == self._values)
+            and all(_copied(now[name]) == copy for name, copy in self._containers)
+        )
 
 
 class Code:
@@ -357,12 +379,3 @@ def _has_settings(value: Any) -> bool:
     """Whether an attribute is an object that may decide what a forward does: a processor of
     diffusers, a config of transformers, an activation that is no module."""
     return hasattr(value, "__dict__") and not isinstance(value, NO_SETTINGS)
-
-
-def _settings(names: dict[str, Any]) -> list[Any]:
-    """The attributes of such an object, as far as they can be compared by value."""
-    return [
-        (name, _copied(value) if isinstance(value, CONTAINERS) else value)
-        for name, value in names.items()
-        if isinstance(value, CONTAINERS) or _is_plain(value)
-    ]

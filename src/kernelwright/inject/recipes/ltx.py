@@ -75,7 +75,8 @@ def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
     """shift, scale and gate of both branches: [batch, 1 or tokens, width] each."""
     blocks = handoff.running()
     # a modulation for every token is too large to be made for all blocks at once
-    if blocks and temb.shape[1] == 1 and id(block) in blocks:
+    small = temb.shape[1] == 1
+    if small and id(block) in blocks and fuse.modulations.keeps(temb):
         together = fuse.modulations(temb, None, lambda: modulations(blocks.values(), temb))
         if together is not None:
             return together[id(block)]
