@@ -123,7 +123,7 @@ def inspect(
     whether it has a weight, and what replaces it.
     """
     from . import inspect as look
-    from .inject.table import architecture
+    from .inject.report.table import architecture
 
     with Console(stderr=True).status(f"building {model} without weights"):
         from . import models

@@ -24,7 +24,7 @@ from .backends import installed
 from .bench.results import check_writable
 from .errors import CannotRun
 from .inject import Report, inject, restore
-from .inject.contract import error as error_against
+from .inject.verify.accuracy import error as error_against
 from .place import choose_device, choose_dtype
 from .video.settings import PROMPT
 

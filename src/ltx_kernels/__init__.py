@@ -3,15 +3,15 @@
 >>> from ltx_kernels import inject_optimized_kernels, rmsnorm, rope_3d
 """
 
-from kernelwright.inject.ltx_names import (
-    OptimizedLTXVideoAttnProcessor,
-    inject_optimized_kernels,
-    patch_rmsnorm_modules,
-)
 from kernelwright.ops.adaln import adaln_layernorm, adaln_rmsnorm, adaln_zero
 from kernelwright.ops.glu import geglu, swiglu
 from kernelwright.ops.rmsnorm import rmsnorm, rmsnorm_residual
 from kernelwright.ops.rope import rope_1d, rope_3d, rope_3d_extended
+from ltx_kernels.injection import (
+    OptimizedLTXVideoAttnProcessor,
+    inject_optimized_kernels,
+    patch_rmsnorm_modules,
+)
 
 __all__ = [
     "OptimizedLTXVideoAttnProcessor",

@@ -6,7 +6,7 @@ from inject.harness import run, same
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import packing
+from kernelwright.inject.reuse import packed_weights
 
 pytest.importorskip("diffusers")
 
@@ -29,7 +29,7 @@ def blocks(model):
 
 def packed(attention):
     layers = attention.to_q, attention.to_k, attention.to_v
-    return packing._of_weights[layers[0].weight].why is None
+    return packed_weights._of_weights[layers[0].weight].why is None
 
 
 @pytest.mark.parametrize("name", ["ltx-video", "wan-1.3b", "sd3.5-medium"])
@@ -51,7 +51,7 @@ def test_weights_are_packed_where_the_blocks_are_compiled():
     model, inputs = built("ltx-video")
     kw.inject(model)
     model.compile_repeated_blocks(fullgraph=True)
-    for _ in range(packing.TRIES):
+    for _ in range(packed_weights.TRIES):
         run(model, inputs)
     assert all(packed(block.attn1) for block in model.transformer_blocks)
 

@@ -9,7 +9,7 @@ from inject.harness import run, same
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import contract, truth
+from kernelwright.inject.verify import accuracy, float32_run
 
 pytest.importorskip("diffusers")
 GIB = 2**30
@@ -38,11 +38,11 @@ def test_large_attention_in_float32_is_true_and_small(mask, kv_heads):
         *(t.double() for t in (q, k, v)),
         **{n: t.double() if n == "attn_mask" and mask == "added" else t for n, t in how.items()},
     )
-    plain = contract.error(F.scaled_dot_product_attention(q, k, v, **how), expected)
-    got = truth.attention(q, k, v, **how)
-    assert contract.error(got, expected) <= max(2 * plain, contract.FLOAT32_ERROR)
+    plain = accuracy.error(F.scaled_dot_product_attention(q, k, v, **how), expected)
+    got = float32_run.attention(q, k, v, **how)
+    assert accuracy.error(got, expected) <= max(2 * plain, accuracy.FLOAT32_ERROR)
     before = torch.cuda.memory_allocated()
-    assert peak(lambda: truth.attention(q, k, v, **how)) - before < 6 * 4 * truth.SCORES
+    assert peak(lambda: float32_run.attention(q, k, v, **how)) - before < 6 * 4 * float32_run.SCORES
 
 
 @pytest.mark.parametrize("name", ["ltx-video", "sd3.5-medium"])
@@ -63,17 +63,17 @@ def test_on_a_full_gpu_the_check_is_left_out(monkeypatch):
         run(model, inputs)
         expected = run(model, inputs)
     gc.collect()
-    usual, held = truth.Truth.__call__, torch.cuda.memory_allocated()
+    usual, held = float32_run.Truth.__call__, torch.cuda.memory_allocated()
 
     def greedy(self, args, kwargs):
         return usual(self, args, kwargs), torch.empty(2**50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(truth.Truth, "__call__", greedy)
+    monkeypatch.setattr(float32_run.Truth, "__call__", greedy)
     with kw.injected(model, numerics="fused") as report:
         with pytest.warns(UserWarning, match="not compared with eager: there was no memory"):
             result = run(model, inputs)
         assert same(result, expected)
-        assert any(f.unchecked == contract.NO_MEMORY for f in report.findings)
+        assert any(f.unchecked == accuracy.NO_MEMORY for f in report.findings)
     del result, report
     gc.collect()
     assert torch.cuda.memory_allocated() <= held

@@ -8,7 +8,9 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import contract, eight_bits, slots
+from kernelwright.inject.fp8 import layers
+from kernelwright.inject.runtime import forwards
+from kernelwright.inject.verify import accuracy
 from kernelwright.ops import fp8
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
 
@@ -106,7 +108,7 @@ def test_norms_make_the_eight_bit_rows_of_the_rows_they_return(width, kind, back
         without = op(*arguments, False, backend=backend)
         assert all(map(torch.equal, made, without)), op.name
         for got, truth in zip(made, op(*arguments, True, backend="torch"), strict=False):
-            assert contract.error(got, truth) < 2**-8, op.name
+            assert accuracy.error(got, truth) < 2**-8, op.name
 
 
 class Projections(nn.Module):
@@ -123,13 +125,13 @@ def test_layers_of_one_input_are_one_product(outputs, bias):
     model = Projections(2048, outputs, bias).eval().to("cuda", torch.bfloat16)
     x = normal(2, 500, 2048)
     with kw.injected(model, numerics="fp8") as report:
-        eight = getattr(model.blocks[0].forward, slots.MARK)
+        eight = getattr(model.blocks[0].forward, forwards.MARK)
         first = eight.together(model.blocks, x)
         assert len(report.findings) == 3
         assert not report.problems
         assert all(map(torch.equal, first, eight.together(model.blocks, x)))
         for layer, result in zip(model.blocks, first, strict=True):
-            assert contract.error(result, layer(x)) < 2**-8
+            assert accuracy.error(result, layer(x)) < 2**-8
 
 
 @pytest.mark.parametrize("rows", [64, 1000, 5376])
@@ -146,12 +148,12 @@ def test_the_product_is_that_of_the_values_the_rows_stand_for(rows, biased):
     truth = (values.double() * scale) @ (kept.double() * weight_scale).T
     truth = truth if bias is None else truth + bias.double()
     # one rounding to bfloat16, and sums that tensor cores keep in fewer bits than float32
-    assert contract.error(got, truth) < 2**-8
+    assert accuracy.error(got, truth) < 2**-8
 
 
 @pytest.mark.parametrize("name", ["ltx-video", "flux-dev", "sd3.5-medium", "wan-1.3b", "qwen3-8b"])
 def test_models_come_near_with_and_without_graphs(name, monkeypatch):
-    monkeypatch.setattr(eight_bits, "ROWS", 4)
+    monkeypatch.setattr(layers, "ROWS", 4)
     how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
     model, inputs = models.build(name, **how), models.inputs(name, **how)
     expected = run(model, inputs)
@@ -160,7 +162,7 @@ def test_models_come_near_with_and_without_graphs(name, monkeypatch):
         assert same(run(model, inputs), result)
     assert [f for f in report.findings if f.kind == "Linear"]
     assert not report.problems
-    assert contract.error(result, expected) < 0.25
+    assert accuracy.error(result, expected) < 0.25
     with kw.injected(model, numerics="fp8", graphs=True) as report:
         for _ in range(4):
             assert same(run(model, inputs), result)
@@ -170,7 +172,7 @@ def test_models_come_near_with_and_without_graphs(name, monkeypatch):
 
 
 def test_a_weight_written_to_counts_in_a_graph_too(monkeypatch):
-    monkeypatch.setattr(eight_bits, "ROWS", 4)
+    monkeypatch.setattr(layers, "ROWS", 4)
     how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
     model, inputs = models.build("ltx-video", **how), models.inputs("ltx-video", **how)
     with kw.injected(model, numerics="fp8", graphs=True) as report:

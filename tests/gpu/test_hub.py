@@ -21,7 +21,7 @@ import kernelwright as kw
 from kernelwright import hub
 from kernelwright.backends import aot
 from kernelwright.hub import host_time
-from kernelwright.inject import contract
+from kernelwright.inject.verify import accuracy
 from kernelwright.models import presets
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import Op, registry
@@ -164,7 +164,7 @@ def errs_no_more_than_eager(ours, model, inputs):
     wide = torch.nn.Module.float(copy.deepcopy(model))
     ratios = []
     for given in draws(inputs):
-        truth = run(wide, contract.widened(given))
-        eager, got = (contract.error(run(m, given), truth) for m in (model, ours))
+        truth = run(wide, accuracy.widened(given))
+        eager, got = (accuracy.error(run(m, given), truth) for m in (model, ours))
         ratios.append(got / eager)
     assert statistics.geometric_mean(ratios) <= MOST_ERROR, ratios

@@ -6,7 +6,7 @@ from inject.harness import check_exact, check_fused, frames, fused_sites, run, s
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import slots
+from kernelwright.inject.runtime import forwards
 
 pytest.importorskip("diffusers")
 PRESETS = list(models.presets())
@@ -82,7 +82,7 @@ def test_a_pipeline_that_is_offloaded(first):
     pipe.to("cuda")
     assert torch.equal(frames(pipe, steps=3), expected)
     parts = (pipe.transformer, pipe.vae, pipe.text_encoder)
-    assert not any(slots.current(m) for part in parts for m in part.modules())
+    assert not any(forwards.current(m) for part in parts for m in part.modules())
 
 
 def test_compiled_blocks_use_the_kernels():

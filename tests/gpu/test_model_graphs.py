@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kernelwright.inject.graphs import Graphs
+from kernelwright.inject.graphs.graphs import Graphs
 
 WIDTH = 256
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import packing
 from kernelwright.inject.fusions import QKV, Fusions
+from kernelwright.inject.reuse import packed_weights
 
 pytest.importorskip("diffusers")
 LOW = [torch.bfloat16, torch.float16]
@@ -82,7 +82,7 @@ def test_packing_takes_no_memory(name):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    assert isinstance(packing.packed(layers, x), packing.Packed)
+    assert isinstance(packed_weights.packed(layers, x), packed_weights.Packed)
     slack = 2**20  # small blocks are rounded up
     assert torch.cuda.memory_allocated() <= before + slack
     assert torch.cuda.max_memory_allocated() <= before + weights + slack
@@ -98,7 +98,7 @@ def test_weights_packed_on_one_stream_are_there_for_every_other():
     torch.cuda.synchronize()
     side, other = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(side):
-        packing.packed(layers, x)
+        packed_weights.packed(layers, x)
     with torch.cuda.stream(other):
         results = [layer(x) for layer in layers]
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from torch import nn
 
 from kernelwright import hub
 from kernelwright.hub import layer_mapping, layers
-from kernelwright.inject.recipe import full_name
+from kernelwright.inject.recipes._recipe import full_name
 
 EVERY = [getattr(layers, name) for name in layers.__all__]
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from kernelwright.inject import products
+from kernelwright.inject.reuse import packed_gemm
 
 
 @pytest.fixture(autouse=True)
@@ -32,5 +32,5 @@ def nothing_left_compiled():
 @pytest.fixture
 def other_order(monkeypatch):
     """One product of several layers, with another order of summation."""
-    usual = products.one
-    monkeypatch.setattr(products, "one", lambda x, packed: usual(x, packed) * (1 + 1e-3))
+    usual = packed_gemm.one
+    monkeypatch.setattr(packed_gemm, "one", lambda x, packed: usual(x, packed) * (1 + 1e-3))

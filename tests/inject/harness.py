@@ -7,8 +7,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import kernelwright as kw
-from kernelwright.inject import contract
-from kernelwright.inject.check import eagerly
+from kernelwright.inject.runtime.sites import eagerly
+from kernelwright.inject.verify import accuracy
 
 # what the tiers that round differently promise, in times of eager's error. not the library's own
 # number: held against that, a wider one would pass as well
@@ -77,11 +77,11 @@ def check_fused(model, inputs, **how):
         assert all(f.unchecked is None for f in report.findings), report.findings
         assert same(run(model, inputs), result)
     others = list(draws(inputs))
-    truths = [run(wide_model, contract.widened(given)) for given in others]
+    truths = [run(wide_model, accuracy.widened(given)) for given in others]
 
     def errors():
         runs = zip(others, truths, strict=True)
-        return [contract.error(run(model, given), truth) for given, truth in runs]
+        return [accuracy.error(run(model, given), truth) for given, truth in runs]
 
     eager = errors()
     with kw.injected(model, numerics="fused", **how):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from kernelwright.inject.graphs import Graphs, memory
+from kernelwright.inject.graphs import buffers
+from kernelwright.inject.graphs.graphs import Graphs
 
 
 class Again:
@@ -57,7 +58,7 @@ class CpuGraphs(Graphs):
 @pytest.fixture(autouse=True)
 def alignment_of_new_memory(monkeypatch):
     """New memory starts at a multiple of this on the CPU, as at one of 512 on a GPU."""
-    monkeypatch.setattr(memory, "ALIGNMENT", 64)
+    monkeypatch.setattr(buffers, "ALIGNMENT", 64)
 
 
 def tensors(tree):

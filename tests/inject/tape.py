@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import import_utils
 
-from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject.graphs import Graphs, capturing, memory
+from kernelwright.inject.graphs import buffers
+from kernelwright.inject.graphs import graphs as graphs_module
+from kernelwright.inject.graphs.graphs import Graphs, capturing
 
 from .stand_in import Again, tensors
 
@@ -66,11 +67,11 @@ class TapeGraphs(Graphs):
 @contextmanager
 def graphs_on_the_cpu():
     """`graphs=True` records on the CPU while this lasts."""
-    usual = graphs_module.Graphs, memory.ALIGNMENT, import_utils.is_cuda_stream_capturing
+    usual = graphs_module.Graphs, buffers.ALIGNMENT, import_utils.is_cuda_stream_capturing
     graphs_module.Graphs = TapeGraphs
-    memory.ALIGNMENT = 64  # of new memory, as 512 on a GPU
+    buffers.ALIGNMENT = 64  # of new memory, as 512 on a GPU
     import_utils.is_cuda_stream_capturing = lambda: capturing() or Again.replaying
     try:
         yield
     finally:
-        graphs_module.Graphs, memory.ALIGNMENT, import_utils.is_cuda_stream_capturing = usual
+        graphs_module.Graphs, buffers.ALIGNMENT, import_utils.is_cuda_stream_capturing = usual

@@ -27,7 +27,7 @@ def lora(model):
 
 def injected_now(model, inputs):
     """What the model gives with the injection it has, and what it gives eagerly."""
-    from kernelwright.inject.check import eagerly
+    from kernelwright.inject.runtime.sites import eagerly
 
     with eagerly():
         expected = run(model, inputs)

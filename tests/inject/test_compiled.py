@@ -12,11 +12,17 @@ from inject.harness import run, same
 from inject.heads import WIDTH, Heads, is_packed, rows
 from inject.stand_in import CpuGraphs
 from kernelwright import models
-from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject import kept_products, packing, products, runs, tables
-from kernelwright.inject.check import eagerly
-from kernelwright.inject.contents import Contents
 from kernelwright.inject.fusions import QKV, Fusions
+from kernelwright.inject.graphs import graphs as graphs_module
+from kernelwright.inject.reuse import (
+    compiled_prompt_values,
+    packed_gemm,
+    packed_weights,
+    rope_tables,
+)
+from kernelwright.inject.runtime import model_run
+from kernelwright.inject.runtime.sites import eagerly
+from kernelwright.inject.state.tensor_samples import Contents
 from kernelwright.ops import selection
 
 
@@ -62,7 +68,7 @@ def test_one_who_looks_at_the_weights_while_it_compiles_does_not_keep_them_apart
     heads, x = Heads(), rows()
     expected = heads(x)
     joined = compiled(heads, "aot_eager")
-    assert all(torch.equal(joined(x), expected) for _ in range(packing.TRIES))
+    assert all(torch.equal(joined(x), expected) for _ in range(packed_weights.TRIES))
     assert is_packed(heads)
 
 
@@ -191,7 +197,7 @@ def test_blocks_share_a_trace_that_has_the_fusions_and_is_not_made_again(traces,
 
 
 def test_single_products_are_ops_where_there_is_an_algorithm_to_choose(traces, monkeypatch):
-    monkeypatch.setattr(products, "chooses", selection.given(lambda *device: True))
+    monkeypatch.setattr(packed_gemm, "chooses", selection.given(lambda *device: True))
     model, inputs, expected = build("ltx-video", traces)
     assert same(run(model, inputs), expected)
     (trace,) = traces
@@ -218,8 +224,8 @@ def test_adapters_that_come_later_and_restoring_are_seen(traces):
 @pytest.fixture
 def made(monkeypatch):
     """How often products of the text were made."""
-    calls, usual = [], products.apart
-    monkeypatch.setattr(products, "apart", lambda *a: calls.append(1) or usual(*a))
+    calls, usual = [], packed_gemm.apart
+    monkeypatch.setattr(packed_gemm, "apart", lambda *a: calls.append(1) or usual(*a))
     return calls
 
 
@@ -228,11 +234,11 @@ CONTENTS = Contents()
 
 def of_text(heads, text):
     """As in the forward of a model, which looks first whether somebody has written to weights."""
-    with runs.begin(nn.Identity(), (text,), {}, CONTENTS), torch.no_grad():
+    with model_run.begin(nn.Identity(), (text,), {}, CONTENTS), torch.no_grad():
         if not CONTENTS.check()():
             CONTENTS.forget()
         weights = [layer.weight for layer in heads.layers]
-        return kept_products.OF_TEXT(text, weights, [layer.bias for layer in heads.layers])
+        return compiled_prompt_values.OF_TEXT(text, weights, [layer.bias for layer in heads.layers])
 
 
 def test_products_of_a_text_are_made_until_it_comes_again(made):
@@ -276,7 +282,7 @@ def test_what_was_made_of_a_text_goes_with_it():
     heads, text = Heads(), rows()
     for _ in range(2):
         of_text(heads, text)
-    entry = kept_products._by_weight[heads.q.weight.untyped_storage()]
+    entry = compiled_prompt_values._by_weight[heads.q.weight.untyped_storage()]
     assert entry.value is not None
     del text
     assert entry.value is None
@@ -286,14 +292,14 @@ def test_kept_tables_are_read_where_they_are_narrow(traces, monkeypatch):
     model, inputs, _ = build("ltx-video", traces)
     # of one video: a CPU may round the cosines of a second one in another way
     inputs = {n: v[:1] if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
-    usual, found = tables.narrow, []
+    usual, found = rope_tables.narrow, []
 
     def narrow(given):
         made = usual(given)
         found.append(made[0].numel() / given[0].numel())
         return made
 
-    monkeypatch.setattr(tables, "narrow", narrow)
+    monkeypatch.setattr(rope_tables, "narrow", narrow)
     result = run(model, inputs)
     assert found == [0.5] * len(model.transformer_blocks)
     with eagerly():

@@ -9,7 +9,7 @@ import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
 from inject.language import LAYERS, words
 from kernelwright import models
-from kernelwright.inject import contract
+from kernelwright.inject.verify import accuracy
 
 # the 7B: one norm, branches side by side. The 40B: a norm for each. The 1B: one after the other
 SEVEN = {"parallel_attn": True, "multi_query": True, "new_decoder_architecture": False}
@@ -143,7 +143,7 @@ def test_training(checkpointing):
         for _ in range(2):
             got, grads = gradients()
             assert torch.equal(got, loss)
-            assert contract.error(grads, expected) <= contract.FLOAT32_ERROR
+            assert accuracy.error(grads, expected) <= accuracy.FLOAT32_ERROR
         assert not report.problems
 
 

@@ -6,9 +6,9 @@ from diffusers.models.attention import FeedForward
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
-from kernelwright.inject import check
+from kernelwright.inject.fusions import compiled_ops
 from kernelwright.inject.fusions import feed_forward as fusions
-from kernelwright.inject.fusions import side_by_side
+from kernelwright.inject.runtime import sites
 
 
 def layers(form="gelu-approximate", dtype=torch.float32):
@@ -21,7 +21,7 @@ def layers(form="gelu-approximate", dtype=torch.float32):
 def wrong(monkeypatch):
     """A GELU that is off by a little, wherever it writes."""
     op = fusions.GELU
-    for module in (fusions, side_by_side):
+    for module in (fusions, compiled_ops):
         monkeypatch.setattr(module, "GELU", lambda *args, **how: op(*args, **how).mul_(1.01))
 
 
@@ -130,8 +130,8 @@ def test_joined_rows_are_written_in_place_of_a_concatenation(dtype):
 
 def test_where_rounding_may_change_the_last_product_is_the_sum_of_two():
     model, (left, x) = Joined(), rows()
-    notes = check.Counter()
-    with torch.no_grad(), check.set_now(notes=notes), Cats() as cats:
+    notes = sites.Counter()
+    with torch.no_grad(), sites.set_now(notes=notes), Cats() as cats:
         got = model.fused(left, x, "fused")
     torch.testing.assert_close(got, model.eager(left, x))
     assert cats.count == 0
@@ -158,7 +158,7 @@ def test_autocast_keeps_the_last_product_whole():
 def test_rows_are_copied_into_wider_ones(width, begin):
     x = torch.randn(3, 4, begin + width).bfloat16()[..., begin:]
     wide = torch.full((3, 4, width + 16), 7.0, dtype=torch.bfloat16)
-    side_by_side.copy(wide[..., :width], x)
+    compiled_ops.copy(wide[..., :width], x)
     assert torch.equal(wide[..., :width], x)
     assert (wide[..., width:] == 7).all()
 
@@ -183,6 +183,6 @@ def test_joined_rows_have_gradients():
 
 def test_joined_rows_that_differ_stay_eager(wrong):
     model, (left, x) = Joined(), rows()
-    with torch.no_grad(), check.set_now(comparing=True, notes=check.Counter(), off={}):
+    with torch.no_grad(), sites.set_now(comparing=True, notes=sites.Counter(), off={}):
         assert torch.equal(model.fused(left, x), model.eager(left, x))
-        assert check.current.off == {"GELU into joined rows": check.DIFFERS}
+        assert sites.current.off == {"GELU into joined rows": sites.DIFFERS}

@@ -8,9 +8,11 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import contract, eight_bit_rows, eight_bits, runs, slots
-from kernelwright.inject.contents import Contents
+from kernelwright.inject.fp8 import activations, layers
 from kernelwright.inject.graphs import capture
+from kernelwright.inject.runtime import forwards, model_run
+from kernelwright.inject.state.tensor_samples import Contents
+from kernelwright.inject.verify import accuracy
 from kernelwright.ops import fp8
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE
 
@@ -24,7 +26,7 @@ MOST_ERROR = 0.074
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     """A tiny model has fewer rows than a layer needs to be worth it."""
-    monkeypatch.setattr(eight_bits, "ROWS", 4)
+    monkeypatch.setattr(layers, "ROWS", 4)
 
 
 def built(name="ltx-video", **sizes):
@@ -43,7 +45,7 @@ def test_a_model_comes_near_and_is_brought_back(name):
     assert layers
     assert not report.problems
     assert all(0.01 < f.error <= MOST_ERROR for f in layers)
-    assert 0 < contract.error(result, expected) < 0.25
+    assert 0 < accuracy.error(result, expected) < 0.25
     assert "layers in eight bits" in report.summary
     kw.restore(model)
     assert same(run(model, inputs), expected)
@@ -85,7 +87,7 @@ def test_a_layer_that_loses_too_much_stays_eager_and_is_named():
     with pytest.warns(UserWarning, match=r"blocks\.1 .* in eight bits"):
         model(x)
     assert [f.module for f in report.problems] == ["blocks.1"]
-    assert contract.error(model(x), expected) <= 2 * MOST_ERROR
+    assert accuracy.error(model(x), expected) <= 2 * MOST_ERROR
 
 
 @pytest.mark.parametrize(("off", "kept"), [(0.0739, True), (0.0741, False)])
@@ -94,7 +96,7 @@ def test_a_layer_is_kept_up_to_the_error_that_is_promised(monkeypatch, off, kept
     model, x = stack(), torch.randn(8, 64)
     expected = model(x)
     report = kw.inject(model, numerics="fp8")
-    monkeypatch.setattr(contract, "error", lambda result, expected: off)
+    monkeypatch.setattr(accuracy, "error", lambda result, expected: off)
     for _ in range(2):
         result = model(x)
     assert (not report.problems) is kept
@@ -110,7 +112,7 @@ def test_a_weight_that_is_written_to_counts_at_once():
     after = model(x)
     assert not torch.equal(before, after)
     kw.restore(model)
-    assert contract.error(after, model(x)) < 0.1
+    assert accuracy.error(after, model(x)) < 0.1
 
 
 def test_a_merged_adapter_counts_although_it_is_written_behind_the_version():
@@ -124,7 +126,7 @@ def test_a_merged_adapter_counts_although_it_is_written_behind_the_version():
     model.blocks[0] = layer
     result = model(x)
     kw.restore(model)
-    assert contract.error(result, model(x)) < 0.1
+    assert accuracy.error(result, model(x)) < 0.1
 
 
 def calls(monkeypatch, name):
@@ -164,43 +166,43 @@ def normed(makers, maker, x):
 
 
 def test_a_norm_learns_from_who_reads_it_and_forgets_when_nobody_does(monkeypatch):
-    makers, norm, x = eight_bit_rows.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
+    makers, norm, x = activations.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
     quantised = calls(monkeypatch, "quantize")
-    first = eight_bit_rows.rows_of(normed(makers, norm, x))
+    first = activations.rows_of(normed(makers, norm, x))
     assert len(quantised) == 1
     y = normed(makers, norm, x)
-    again = eight_bit_rows.rows_of(y)
+    again = activations.rows_of(y)
     assert len(quantised) == 1
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(first, again, strict=True))
     del y
     normed(makers, norm, x)  # nobody reads it
-    eight_bit_rows.rows_of(normed(makers, norm, x))
+    activations.rows_of(normed(makers, norm, x))
     assert len(quantised) == 2
 
 
 def test_rows_laid_ready_are_not_those_of_a_tensor_that_was_written_to(monkeypatch):
-    makers, norm, x = eight_bit_rows.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
-    eight_bit_rows.rows_of(normed(makers, norm, x))
+    makers, norm, x = activations.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
+    activations.rows_of(normed(makers, norm, x))
     y = normed(makers, norm, x)
     y.mul_(2)
-    rows, scale = eight_bit_rows.rows_of(y)
+    rows, scale = activations.rows_of(y)
     expected, expected_scale = fp8.quantize(y)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(rows.float(), expected.float())
 
 
 def test_a_recording_makes_only_rows_that_were_made_before_it(monkeypatch):
-    makers, norm, x = eight_bit_rows.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
-    eight_bit_rows.rows_of(normed(makers, norm, x))
+    makers, norm, x = activations.Makers(), nn.RMSNorm(64), torch.randn(8, 64)
+    activations.rows_of(normed(makers, norm, x))
     quantised = calls(monkeypatch, "quantize")
-    monkeypatch.setattr(eight_bit_rows, "capturing", lambda: True)
-    eight_bit_rows.rows_of(normed(makers, norm, x))
+    monkeypatch.setattr(activations, "capturing", lambda: True)
+    activations.rows_of(normed(makers, norm, x))
     assert len(quantised) == 1
     monkeypatch.undo()
-    eight_bit_rows.rows_of(normed(makers, norm, x))
+    activations.rows_of(normed(makers, norm, x))
     quantised = calls(monkeypatch, "quantize")
-    monkeypatch.setattr(eight_bit_rows, "capturing", lambda: True)
-    eight_bit_rows.rows_of(normed(makers, norm, x))
+    monkeypatch.setattr(activations, "capturing", lambda: True)
+    activations.rows_of(normed(makers, norm, x))
     assert not quantised
 
 
@@ -217,14 +219,14 @@ def packed(bias=True):
     torch.manual_seed(0)
     model = Split(bias).eval().requires_grad_(False)
     report = kw.inject(model, numerics="fp8")
-    eight = getattr(model.blocks[0].forward, slots.MARK)
+    eight = getattr(model.blocks[0].forward, forwards.MARK)
     return model.blocks, eight, report
 
 
 @pytest.fixture
 def in_a_model():
     """Layers run in eight bits inside their model: it alone knows of adapters around them."""
-    with runs.begin(nn.Identity(), (), {}, Contents()):
+    with model_run.begin(nn.Identity(), (), {}, Contents()):
         yield
 
 
@@ -264,8 +266,8 @@ def test_what_is_written_to_one_of_several_layers_counts_at_once(name, in_a_mode
     getattr(layers[1], name).add_(1)
     after = eight.together(layers, x)
     assert torch.equal(after[0], before[0])
-    assert contract.error(after[1], nn.Linear.forward(layers[1], x)) < 0.1
-    assert contract.error(before[1], nn.Linear.forward(layers[1], x)) > 0.1
+    assert accuracy.error(after[1], nn.Linear.forward(layers[1], x)) < 0.1
+    assert accuracy.error(before[1], nn.Linear.forward(layers[1], x)) > 0.1
 
 
 def test_a_copy_of_the_model_runs_in_eight_bits_too():
@@ -287,13 +289,13 @@ def test_a_layer_that_was_left_out_by_name_stays_as_it_is():
 
 def test_rows_made_before_a_recording_are_no_part_of_it():
     x = torch.randn(8, 64)
-    rows = eight_bit_rows.rows_of(x)
-    assert eight_bit_rows.rows_of(x) is rows
+    rows = activations.rows_of(x)
+    assert activations.rows_of(x) is rows
     with capture.recording():
-        inside = eight_bit_rows.rows_of(x)
+        inside = activations.rows_of(x)
         assert inside is not rows
-        assert eight_bit_rows.rows_of(x) is inside
-    assert eight_bit_rows.rows_of(x) is not inside
+        assert activations.rows_of(x) is inside
+    assert activations.rows_of(x) is not inside
 
 
 def test_gradients_are_those_of_eager():

@@ -7,10 +7,10 @@ from transformers.utils import import_utils
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject import slots
-from kernelwright.inject.graphs import capturing
-from kernelwright.inject.targets import Part
+from kernelwright.inject.graphs import graphs as graphs_module
+from kernelwright.inject.graphs.graphs import capturing
+from kernelwright.inject.identify.targets import Part
+from kernelwright.inject.runtime import forwards
 
 from .harness import frames
 from .stand_in import Again, CpuGraphs, alignment_of_new_memory  # noqa: F401
@@ -62,9 +62,9 @@ def test_the_text_encoder_is_replayed_with_the_bits_of_eager(pipe):
 
 def test_restore_takes_the_graphs_off(pipe):
     kw.inject(pipe, graphs=True)
-    assert slots.current(pipe.text_encoder) is not None
+    assert forwards.current(pipe.text_encoder) is not None
     kw.restore(pipe)
-    assert not any(slots.current(m) for m in pipe.text_encoder.modules())
+    assert not any(forwards.current(m) for m in pipe.text_encoder.modules())
     assert "forward" not in vars(pipe.text_encoder)
 
 

@@ -10,9 +10,10 @@ from transformers import CLIPTextConfig, CLIPTextModel, masking_utils
 from transformers.utils import import_utils
 
 import kernelwright as kw
-from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject.graphs import capturing, masks
+from kernelwright.inject.graphs import graphs as graphs_module
+from kernelwright.inject.graphs import mask_decisions
 from kernelwright.inject.graphs.capture import DRAWS
+from kernelwright.inject.graphs.graphs import capturing
 
 from .harness import run, same
 from .language import model_of, words
@@ -79,7 +80,7 @@ def test_embeddings_in_place_of_words_are_replayed():
 
 
 def test_without_the_decisions_there_would_be_no_graph(monkeypatch):
-    monkeypatch.setattr(masks, "DECIDING", ())
+    monkeypatch.setattr(mask_decisions, "DECIDING", ())
     (captured, _), reasons = check(model_of("Llama"), prompts(4))
     assert captured == 0
     assert reasons == {"its graph gives other bits than the plain forward": 3}
@@ -144,8 +145,8 @@ def test_a_cache_among_the_results_runs_without_a_graph():
 
 
 def test_nothing_is_left_on_transformers_and_other_threads_see_its_own():
-    before = {name: getattr(masking_utils, name) for name in masks.DECIDING}
-    decisions, found = masks.Decisions(), []
+    before = {name: getattr(masking_utils, name) for name in mask_decisions.DECIDING}
+    decisions, found = mask_decisions.Decisions(), []
 
     def decide():
         return masking_utils.find_packed_sequence_indices(POSITIONS["two"])
@@ -158,10 +159,10 @@ def test_nothing_is_left_on_transformers_and_other_threads_see_its_own():
     assert found[0].tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
     with pytest.raises(KeyError), decisions.running():
         raise KeyError
-    assert {name: getattr(masking_utils, name) for name in masks.DECIDING} == before
+    assert {name: getattr(masking_utils, name) for name in mask_decisions.DECIDING} == before
     # what the other thread decided is not to be repeated here
     decisions.collecting = False
-    with pytest.raises(masks.Refusal), decisions.running():
+    with pytest.raises(mask_decisions.Refusal), decisions.running():
         decide()
 
 

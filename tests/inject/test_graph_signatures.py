@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import kernelwright as kw
-from kernelwright.inject.graphs import Graphs
-from kernelwright.inject.graphs.call import Call
+from kernelwright.inject.graphs.graphs import Graphs
+from kernelwright.inject.graphs.key import Call
 
 from .stand_in import CpuGraphs, alignment_of_new_memory, called, data, model  # noqa: F401
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject.graphs import Graphs, capturing, keep
+from kernelwright.inject.graphs import graphs as graphs_module
+from kernelwright.inject.graphs.graphs import Graphs, capturing, keep
 
 from .stand_in import (  # noqa: F401
     Again,

@@ -7,7 +7,7 @@ import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
 from inject.language import LAYERS, model_of, words
 from kernelwright import models
-from kernelwright.inject.code import fingerprint
+from kernelwright.inject.identify.source import fingerprint
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DEEPSEEK = {

@@ -10,8 +10,8 @@ from torch import nn
 import kernelwright as kw
 from inject.harness import check_exact, fused_sites, left_behind, run, same
 from inject.language import LAYERS, model_of, words
-from kernelwright.inject import contract
 from kernelwright.inject.fusions import feed_forward
+from kernelwright.inject.verify import accuracy
 
 
 def generate(model, cache):
@@ -152,7 +152,7 @@ def test_training(checkpointing):
         for _ in range(2):
             got, grads = gradients(model)
             assert torch.equal(got, loss)
-            assert contract.error(grads, expected) <= contract.FLOAT32_ERROR
+            assert accuracy.error(grads, expected) <= accuracy.FLOAT32_ERROR
         assert not report.problems
     assert fused_sites(report)["QK-norm + RoPE"] == LAYERS
 

@@ -6,7 +6,7 @@ import torch
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
 from kernelwright import models
-from kernelwright.inject.tables import Tables
+from kernelwright.inject.reuse.rope_tables import Tables
 
 
 def ltx(dtype=torch.float32, **size):

@@ -18,8 +18,8 @@ from inject.harness import (
     same,
 )
 from kernelwright import models
-from kernelwright.inject import contract
-from kernelwright.inject.fusions.channels import NOT_EXACT
+from kernelwright.inject.fusions.channel_norms import NOT_EXACT
+from kernelwright.inject.verify import accuracy
 from kernelwright.models import pipeline
 from kernelwright.models.weights import random_model
 from kernelwright.ops.channel_norm import problem
@@ -196,7 +196,7 @@ def test_autocast_ends_in_the_dtype_of_eager():
         with kw.injected(module, numerics="fused") as report:
             got = module(video())
             assert got.dtype == expected.dtype
-            assert contract.error(got, expected) < 2**-7
+            assert accuracy.error(got, expected) < 2**-7
     assert fused_sites(report) == {PLACE: 2}
     assert not report.problems
 

@@ -11,10 +11,12 @@ from torch import nn
 import kernelwright as kw
 from inject.harness import run
 from kernelwright import models
-from kernelwright.inject import check, contract, state
-from kernelwright.inject.check import set_now, site
-from kernelwright.inject.first_sight import Checker
-from kernelwright.inject.recipe import Patch
+from kernelwright.inject.recipes._recipe import Patch
+from kernelwright.inject.runtime import sites
+from kernelwright.inject.runtime.sites import set_now, site
+from kernelwright.inject.state import module_state
+from kernelwright.inject.verify import accuracy
+from kernelwright.inject.verify.first_sight import Checker
 from kernelwright.ops.linear import algorithms
 from kernelwright.ops.linear.choosing import Decision
 
@@ -32,7 +34,7 @@ class Left:
 def as_code_of_a_library(monkeypatch):
     """Code that nobody knows is not run twice."""
     known = {__name__.partition(".")[0]}
-    monkeypatch.setattr(state, "LIBRARIES", state.LIBRARIES | known)
+    monkeypatch.setattr(module_state, "LIBRARIES", module_state.LIBRARIES | known)
 
 
 class Full(nn.Module):
@@ -102,7 +104,7 @@ def test_without_memory_for_a_float32_run_the_model_runs_on(numerics):
         "there was no memory for a float32 run"
     ]
     (finding,) = checker.findings
-    assert finding.unchecked == contract.NO_MEMORY
+    assert finding.unchecked == accuracy.NO_MEMORY
     assert finding.problem is finding.error is None
     assert [made() for made in module.half_made] == [None]
     # one of each class is tried, not all of them in turn
@@ -122,8 +124,8 @@ def test_without_memory_for_both_forwards_exact_stays_eager():
     module = Full(torch.bfloat16, 1, good=1)
     x, result, said, checker = checked(module, "exact", crowded)
     assert torch.equal(result, x + 1)
-    assert said == [f"a Full at [4, 64] bfloat16: {check.NO_MEMORY}; that stays eager"]
-    assert checker.findings[0].problem == check.NO_MEMORY
+    assert said == [f"a Full at [4, 64] bfloat16: {sites.NO_MEMORY}; that stays eager"]
+    assert checker.findings[0].problem == sites.NO_MEMORY
     assert torch.equal(checker.run(module, fused, Full.forward, (x,), {}), x + 1)
     assert [made() for made in module.half_made] == [None]
 
@@ -132,8 +134,8 @@ def test_without_memory_for_both_forwards_fused_goes_unchecked():
     module = Full(torch.bfloat16, 1, good=1)
     x, result, said, checker = checked(module, "fused", crowded)
     assert torch.equal(result, fused(module, x))
-    assert said == [f"a Full at [4, 64] bfloat16 was not compared with eager: {check.NO_MEMORY}"]
-    assert checker.findings[0].unchecked == check.NO_MEMORY
+    assert said == [f"a Full at [4, 64] bfloat16 was not compared with eager: {sites.NO_MEMORY}"]
+    assert checker.findings[0].unchecked == sites.NO_MEMORY
 
 
 def test_a_model_that_needs_too_much_by_itself_says_that():
@@ -146,7 +148,7 @@ def test_a_site_that_cannot_be_compared_for_lack_of_memory_stays_eager():
     with set_now(notes=Counter(), comparing=True, off=off):
         result = site("sum", lambda: Full.forward(module, x), lambda: fused(module, x))
     assert torch.equal(result, x + 1)
-    assert off == {"sum": check.NO_MEMORY}
+    assert off == {"sum": sites.NO_MEMORY}
 
 
 def test_the_report_says_which_products_pytorch_kept_and_why(monkeypatch):
@@ -169,11 +171,11 @@ def test_the_report_names_what_was_not_compared(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(contract.Truth, "__call__", full)
+    monkeypatch.setattr(accuracy.Truth, "__call__", full)
     with (
         kw.injected(model, numerics="fused") as report,
         pytest.warns(UserWarning, match="not compared with eager"),
     ):
         run(model, inputs)
-    assert f"not compared with eager: {contract.NO_MEMORY}" in " ".join(str(report).split())
-    assert {entry["why"] for entry in report.to_dict()["unchecked"]} == {contract.NO_MEMORY}
+    assert f"not compared with eager: {accuracy.NO_MEMORY}" in " ".join(str(report).split())
+    assert {entry["why"] for entry in report.to_dict()["unchecked"]} == {accuracy.NO_MEMORY}

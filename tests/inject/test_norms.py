@@ -8,7 +8,7 @@ from torch import nn
 
 import kernelwright as kw
 from inject.harness import check_exact, fused_sites, same
-from kernelwright.inject.norms import Norm, describe
+from kernelwright.inject.identify.norm_kinds import Norm, describe
 
 WIDTH = 64
 MORE = "its forward takes more than the rows"

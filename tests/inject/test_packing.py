@@ -10,18 +10,18 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from inject.heads import WIDTH, Heads, is_packed, rows
-from kernelwright.inject import packing
+from kernelwright.inject.reuse import packed_weights
 
 
 @torch.no_grad()
 def pack(heads, x=None):
-    return packing.packed(heads.layers, rows(heads.q.weight.dtype) if x is None else x)
+    return packed_weights.packed(heads.layers, rows(heads.q.weight.dtype) if x is None else x)
 
 
 def check_packed(heads):
     """The layers are packed, and the block is what they are."""
     found = pack(heads)
-    assert isinstance(found, packing.Packed), found
+    assert isinstance(found, packed_weights.Packed), found
     assert is_packed(heads)
     assert torch.equal(found.weight, torch.cat([layer.weight for layer in heads.layers]))
     if found.bias is not None:
@@ -136,17 +136,17 @@ def of_processes(heads):
 
 def without_bias(heads):
     heads.k.bias = None
-    return packing.UNLIKE
+    return packed_weights.UNLIKE
 
 
 def of_another_dtype(heads):
     heads.k.bfloat16()
-    return packing.UNLIKE
+    return packed_weights.UNLIKE
 
 
 def of_other_inputs(heads):
     heads.k.weight = nn.Parameter(torch.randn(2 * WIDTH, 2 * WIDTH))
-    return packing.UNLIKE
+    return packed_weights.UNLIKE
 
 
 def narrow(heads):
@@ -179,7 +179,7 @@ def test_weights_that_cannot_lie_side_by_side_are_left_alone(spoil):
 
 def test_nothing_is_packed_while_gradients_are_recorded():
     heads = Heads()
-    assert packing.packed(heads.layers, rows()) == "gradients are recorded"
+    assert packed_weights.packed(heads.layers, rows()) == "gradients are recorded"
     assert not is_packed(heads)
     check_packed(heads)
     heads(rows()).sum().backward()
@@ -204,18 +204,18 @@ def test_weights_packed_in_inference_mode_are_ordinary_ones():
 
 def test_weights_that_somebody_moves_about_are_left_to_him():
     heads = Heads()
-    for _ in range(packing.LIMIT):
+    for _ in range(packed_weights.LIMIT):
         check_packed(heads)
         heads.q.weight.data = heads.q.weight.data.clone()
-    assert pack(heads) == packing.MOVED
+    assert pack(heads) == packed_weights.MOVED
     heads.q.weight.data = heads.q.weight.data.clone()
-    assert pack(heads) == packing.MOVED
+    assert pack(heads) == packed_weights.MOVED
 
 
 def test_weights_moved_now_and_then_are_packed_each_time():
     heads = Heads()
-    for _ in range(2 * packing.LIMIT):
-        for _ in range(packing.CALLS):
+    for _ in range(2 * packed_weights.LIMIT):
+        for _ in range(packed_weights.CALLS):
             check_packed(heads)
         heads.q.weight.data = heads.q.weight.data.clone()
 
@@ -223,9 +223,11 @@ def test_weights_moved_now_and_then_are_packed_each_time():
 def test_memory_that_comes_to_lie_at_the_same_address_is_not_taken_for_the_block():
     heads = Heads()
     check_packed(heads)
-    group = packing._groups[heads.q]
+    group = packed_weights._groups[heads.q]
     heads.load_state_dict({n: p.detach().clone() for n, p in heads.named_parameters()}, assign=True)
-    group.facts = packing._facts([m.weight for m in heads.layers] + [m.bias for m in heads.layers])
+    group.facts = packed_weights._facts(
+        [m.weight for m in heads.layers] + [m.bias for m in heads.layers]
+    )
     check_packed(heads)
 
 

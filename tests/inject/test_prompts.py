@@ -6,11 +6,11 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject import graphs as graphs_module
-from kernelwright.inject import runs
-from kernelwright.inject.contents import Contents
 from kernelwright.inject.graphs import capture
-from kernelwright.inject.prompts import Prompts, Shared
+from kernelwright.inject.graphs import graphs as graphs_module
+from kernelwright.inject.reuse.prompt_values import Prompts, Shared
+from kernelwright.inject.runtime import model_run
+from kernelwright.inject.state.tensor_samples import Contents
 
 from .harness import run, same
 from .stand_in import CpuGraphs, alignment_of_new_memory  # noqa: F401
@@ -137,7 +137,7 @@ def test_what_was_made_before_a_recording_is_no_part_of_it():
     def make():
         shared(text, None, lambda: made.append(1))
 
-    with runs.begin(nn.Identity(), (text,), {}, Contents()):
+    with model_run.begin(nn.Identity(), (text,), {}, Contents()):
         make()
         make()
         assert len(made) == 1
@@ -151,7 +151,7 @@ def test_what_was_made_before_a_recording_is_no_part_of_it():
 def test_what_blocks_share_is_made_once_in_a_forward():
     shared, made, text = Shared(), [], torch.ones(1)
     for _ in range(2):
-        with runs.begin(nn.Identity(), (text,), {}, Contents()):
+        with model_run.begin(nn.Identity(), (text,), {}, Contents()):
             shared(text, None, lambda: made.append(1))
     assert len(made) == 2
     shared(text, None, lambda: made.append(1))

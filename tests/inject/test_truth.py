@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inject.harness import same
 from kernelwright import models
-from kernelwright.inject import contract, truth
-from kernelwright.inject.check import eagerly
+from kernelwright.inject.runtime.sites import eagerly
+from kernelwright.inject.verify import accuracy, float32_run
 
 QUERY, KEY = (2, 4, 9, 8), (2, 4, 7, 8)
 MASKS = {
@@ -61,8 +61,8 @@ class Live(TorchDispatchMode):
 def test_attention_in_pieces_is_attention(mask, scores, monkeypatch):
     q, k, v = noise(*QUERY), noise(*KEY, seed=1), noise(2, 4, 7, 5, seed=2)
     expected = F.scaled_dot_product_attention(q, k, v, MASKS[mask], scale=0.3)
-    monkeypatch.setattr(truth, "SCORES", scores)
-    got = truth.attention(q, k, v, MASKS[mask], scale=0.3)
+    monkeypatch.setattr(float32_run, "SCORES", scores)
+    got = float32_run.attention(q, k, v, MASKS[mask], scale=0.3)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -75,8 +75,8 @@ def test_grouped_heads_and_causal_attention_in_pieces(kv_heads, keys, scores, mo
         how = {"is_causal": causal, "enable_gqa": True}
         expected = F.scaled_dot_product_attention(q, k, v, **how)
         with monkeypatch.context() as patch:
-            patch.setattr(truth, "SCORES", scores)
-            got = truth.attention(q, k, v, **how)
+            patch.setattr(float32_run, "SCORES", scores)
+            got = float32_run.attention(q, k, v, **how)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -90,8 +90,8 @@ def test_attention_of_a_module_keeps_few_scores(monkeypatch):
     expected = Attention()(q, k, k)
     peaks = {}
     for scores in (2**12, 2**20):
-        monkeypatch.setattr(truth, "SCORES", scores)
-        run = truth.Truth(Attention(), Attention.forward, "cpu")
+        monkeypatch.setattr(float32_run, "SCORES", scores)
+        run = float32_run.Truth(Attention(), Attention.forward, "cpu")
         with sdpa_kernel(SDPBackend.MATH), Live() as live:
             torch.testing.assert_close(run((q, k, k), {}), expected)
         peaks[scores] = live.peak
@@ -126,7 +126,7 @@ def test_the_truth_is_what_a_float32_copy_gives():
     module, x = Layers(), noise(3, 64, dtype=torch.bfloat16)
     expected = copy.deepcopy(module).float()(x.float())
     before = copy.deepcopy(module.state_dict())
-    got = truth.Truth(module, Layers.forward, "cpu")((x,), {})
+    got = float32_run.Truth(module, Layers.forward, "cpu")((x,), {})
     assert got.dtype == torch.float32
     assert torch.equal(got, expected)
     after = module.state_dict()
@@ -137,7 +137,7 @@ def test_the_truth_is_what_a_float32_copy_gives():
 def test_a_float32_run_holds_one_widened_weight_at_a_time():
     module, x = Layers(width=256), noise(3, 256, dtype=torch.bfloat16)
     with torch.no_grad(), Live() as live:
-        truth.Truth(module, Layers.forward, "cpu")((x,), {})
+        float32_run.Truth(module, Layers.forward, "cpu")((x,), {})
     weight = 4 * 256 * 256
     assert weight <= live.peak < 1.5 * weight
 
@@ -150,13 +150,13 @@ def test_a_block_of_a_model_has_the_truth_of_a_copy(monkeypatch):
     with torch.no_grad():
         model(**inputs)
         args, kwargs = calls[0]
-        wide_args, wide_kwargs = truth.widened((args, kwargs))
+        wide_args, wide_kwargs = float32_run.widened((args, kwargs))
         expected = nn.Module.float(copy.deepcopy(block))(*wide_args, **wide_kwargs)
-        got = truth.Truth(block, type(block).forward, "cpu")(args, kwargs)
+        got = float32_run.Truth(block, type(block).forward, "cpu")(args, kwargs)
         assert same(got, expected)
-        monkeypatch.setattr(truth, "SCORES", 64)
-        got = truth.Truth(block, type(block).forward, "cpu")(args, kwargs)
-    assert contract.error(got, expected) < 1e-6
+        monkeypatch.setattr(float32_run, "SCORES", 64)
+        got = float32_run.Truth(block, type(block).forward, "cpu")(args, kwargs)
+    assert accuracy.error(got, expected) < 1e-6
 
 
 def errors_of(module, x, off=None, **more):
@@ -166,14 +166,14 @@ def errors_of(module, x, off=None, **more):
         expected = eager(module, x, **more)
     result = expected if off is None else expected + off.to(expected.dtype)
     module.batches.clear()
-    return contract.errors(module, eager, (x,), more, result, expected, eagerly)
+    return accuracy.errors(module, eager, (x,), more, result, expected, eagerly)
 
 
 def test_samples_are_run_one_by_one_with_the_errors_of_all(monkeypatch):
     module, x = Layers(), noise(5, 40, 64, dtype=torch.bfloat16)
     whole = errors_of(module, x)
     assert 1e-4 < whole["eager_error"] < 1e-2
-    monkeypatch.setattr(contract, "SAMPLES", 2 * 40 * 64)
+    monkeypatch.setattr(accuracy, "SAMPLES", 2 * 40 * 64)
     parts = errors_of(module, x)
     # the others are those of the copy in float32
     assert module.batches == [2, 2, 1]
@@ -183,13 +183,13 @@ def test_samples_are_run_one_by_one_with_the_errors_of_all(monkeypatch):
 
 @pytest.mark.parametrize("sample", range(3))
 def test_an_error_in_any_sample_is_found(sample, monkeypatch):
-    monkeypatch.setattr(contract, "SAMPLES", 1)
+    monkeypatch.setattr(accuracy, "SAMPLES", 1)
     module, x = Layers(), noise(3, 40, 64, dtype=torch.bfloat16)
     off = torch.zeros(3, 40, 64)
     off[sample] = 0.1
     found = errors_of(module, x, off)
     assert len(module.batches) == 3
-    assert not contract.holds(3 * 40, **found)
+    assert not accuracy.holds(3 * 40, **found)
 
 
 class Mixing(Layers):
@@ -204,14 +204,14 @@ class Mixing(Layers):
 def test_what_mixes_samples_is_run_whole(share, monkeypatch):
     module, x = Mixing(), noise(3, 40, 64, dtype=torch.bfloat16)
     whole = errors_of(module, x, share=share)
-    monkeypatch.setattr(contract, "SAMPLES", 1)
+    monkeypatch.setattr(accuracy, "SAMPLES", 1)
     assert errors_of(module, x, share=share) == whole
 
 
 def test_what_knows_its_batch_is_run_whole(monkeypatch):
     module, x = Mixing(), noise(3, 40, 64, dtype=torch.bfloat16)
     whole = errors_of(module, x, batch=3)
-    monkeypatch.setattr(contract, "SAMPLES", 1)
+    monkeypatch.setattr(accuracy, "SAMPLES", 1)
     assert errors_of(module, x, batch=3) == whole
     assert whole["eager_error"] < 1e-2
 
@@ -228,6 +228,6 @@ class Repeated(Layers):
 def test_a_batch_that_the_module_makes_is_run_whole(monkeypatch):
     module, x = Repeated(), noise(40, 64, dtype=torch.bfloat16)
     whole = errors_of(module, x)
-    monkeypatch.setattr(contract, "SAMPLES", 1)
+    monkeypatch.setattr(accuracy, "SAMPLES", 1)
     assert errors_of(module, x) == whole
     assert whole["eager_error"] < 1e-2

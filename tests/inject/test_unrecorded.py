@@ -8,7 +8,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inject.heads import Heads, rows
-from kernelwright.inject.fusions.side_by_side import (
+from kernelwright.inject.fusions.compiled_ops import (
     GELU_BESIDE,
     JOINT_NORM,
     JOINT_QK,
@@ -16,9 +16,9 @@ from kernelwright.inject.fusions.side_by_side import (
     whole,
 )
 from kernelwright.inject.fusions.whole import TOTAL
-from kernelwright.inject.kept_products import OF_TEXT
-from kernelwright.inject.products import CHOSEN, JOINED
-from kernelwright.inject.tables import QK_NORM_ROPE_KEPT
+from kernelwright.inject.reuse.compiled_prompt_values import OF_TEXT
+from kernelwright.inject.reuse.packed_gemm import CHOSEN, JOINED
+from kernelwright.inject.reuse.rope_tables import QK_NORM_ROPE_KEPT
 from kernelwright.ops.residual import GATED_RESIDUAL_NORM
 from kernelwright.ops.rmsnorm import RMSNORM
 

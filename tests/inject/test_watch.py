@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernelwright.inject.graphs.watch import Watch
+from kernelwright.inject.graphs.assumptions import Watch
 
 
 class Block(nn.Module):

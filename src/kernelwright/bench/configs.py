@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import CannotRun
 from ..inject import injected
-from ..inject.report import Report
+from ..inject.report.report import Report
 from ..ops.attention import without_fa4
 from ..ops.attention.limits import fa4_installed
 

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from .. import models, place
 from ..errors import CannotRun
-from ..inject import contract
-from ..inject.check import equal
+from ..inject.runtime.sites import equal
+from ..inject.verify import accuracy
 from ..profiling.categories import split
 from ..profiling.record import record
 from . import first, results
@@ -63,7 +63,7 @@ def measure(
     with torch.no_grad():
         expected = model(**inputs)
         truth = _truth(model, inputs) if with_error else None
-        eager_error = contract.error(expected, truth) if with_error else None
+        eager_error = accuracy.error(expected, truth) if with_error else None
         for config in configs:
             row = {
                 "model": preset,
@@ -114,12 +114,12 @@ def _measure(
         result = run(**inputs)
         row: dict[str, Any] = {
             "equal": equal(result, expected),
-            "error": None if truth is None else contract.error(result, truth),
+            "error": None if truth is None else accuracy.error(result, truth),
             "eager_error": eager_error,
             "first_s": first,
             "second_s": second,
         }
-        _check(config, tier, row, contract.rows(expected))
+        _check(config, tier, row, accuracy.rows(expected))
         del result
         if report is not None:
             row["replaced"] = report.replaced
@@ -143,14 +143,14 @@ def _check(config: str, tier: str | None, row: dict[str, Any], rows: int) -> Non
     """Wrong answers have no time. What torch.compile touches rounds as it likes."""
     if tier == "exact" and "compile" not in config and not row["equal"]:
         raise Wrong(f"{config}: not the bits of eager")
-    if tier == "fused" and not contract.holds(rows, row["error"], row["eager_error"]):
+    if tier == "fused" and not accuracy.holds(rows, row["error"], row["eager_error"]):
         raise Wrong(f"{config}: error {row['error']:.3e}, eager's is {row['eager_error']:.3e}")
 
 
 def _truth(model: nn.Module, inputs: dict[str, Any]) -> Any:
     """The result of the same weights in float32."""
     twin = nn.Module.float(copy.deepcopy(model))
-    truth = twin(**contract.widened(inputs))
+    truth = twin(**accuracy.widened(inputs))
     del twin
     _fresh()
     return truth

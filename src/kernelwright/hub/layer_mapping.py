@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..inject import norms
-from ..inject.code import fingerprint
-from ..inject.recipe import full_name, recipes
+from ..inject.identify import norm_kinds
+from ..inject.identify.source import fingerprint
 from ..inject.recipes import llama
+from ..inject.recipes._recipe import full_name, recipes
 from .layers.gated import gelu_form
 from .layers.rotary import turned
 from .package import VERSION
@@ -168,7 +168,7 @@ def layer_of(module: nn.Module) -> str | None:
     if name is None:
         return _mlp_of(module)
     if name in NORMS:
-        return name if isinstance(norms.describe(module), norms.Norm) else None
+        return name if isinstance(norm_kinds.describe(module), norm_kinds.Norm) else None
     for recipe in recipes():
         for patch in recipe.patches:
             if patch.sources and patch.matches(module) is True:
@@ -187,8 +187,11 @@ def is_served(name: str, module: nn.Module) -> bool:
     """Whether a module with this name from transformers does what our layer for it does: Gemma's
     `1 + weight` is not RMSNorm."""
     if name == "RMSNorm":
-        norm = norms.describe(module)
-        return isinstance(norm, norms.Norm) and (norm.kind, norm.eps) == ("rms", "variance_epsilon")
+        norm = norm_kinds.describe(module)
+        return isinstance(norm, norm_kinds.Norm) and (norm.kind, norm.eps) == (
+            "rms",
+            "variance_epsilon",
+        )
     if name == "rotary_pos_emb":
         return turns_as_llama(module)
     return gelu_form(module) == ("none" if name == "GeLU" else "tanh")

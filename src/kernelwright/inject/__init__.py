@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .engine import inject, injected, inspect, restore
-from .report import Report
+from .report.report import Report
 
 __all__ = ["Report", "inject", "injected", "inspect", "restore"]

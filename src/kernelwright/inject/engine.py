@@ -19,21 +19,23 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from . import handoff, norms, runs, slots
-from .check import current
-from .contents import Contents, unchanged
-from .eight_bits import DOES, EightBits, check_device, unfit
-from .first_sight import Checker, looked_through
+from .fp8.layers import DOES, EightBits, check_device, unfit
 from .fusions import Fusions
 from .graphs.capture import capturing
-from .recipe import Chain, Forward, Patch, full_name, recipes
-from .report import Line, Report
-from .selection import Selection
-from .signature import signature
-from .targets import Part, parts_of
+from .identify import norm_kinds
+from .identify.filters import Selection
+from .identify.targets import Part, parts_of
+from .recipes._recipe import Chain, Forward, Patch, full_name, recipes
+from .report.record import Line
+from .report.report import Report
+from .runtime import forwards, model_run, work_ahead
+from .runtime.input_key import signature
+from .runtime.sites import current
+from .state.tensor_samples import Contents, unchanged
+from .verify.first_sight import Checker, looked_through
 
 if TYPE_CHECKING:
-    from .graphs import Graphs
+    from .graphs.graphs import Graphs
 
 NUMERICS = ("exact", "fused", "fp8")
 
@@ -49,7 +51,7 @@ class Injection:
     def put(self) -> None:
         for module, forward in self.forwards:
             if (found := module()) is not None:
-                slots.put(found, forward)
+                forwards.put(found, forward)
 
 
 _active: WeakKeyDictionary[nn.Module, list[Injection]] = WeakKeyDictionary()
@@ -141,7 +143,7 @@ _DEFAULTS = {
 
 
 def _take_off(root: nn.Module) -> int:
-    return sum(slots.remove(module) for module in root.modules())
+    return sum(forwards.remove(module) for module in root.modules())
 
 
 def _show_last(root: nn.Module) -> None:
@@ -197,7 +199,7 @@ def _plan(
     fusions = Fusions(
         numerics,
         None if backend == "auto" else backend,
-        norms.survey(named.values()),
+        norm_kinds.survey(named.values()),
         contents=contents,
         eight_bits=eight_bits,
     )
@@ -218,7 +220,7 @@ def _plan(
         if why is None and patch is not None and numerics == "exact":
             why = patch.not_exact
         if why is None:
-            why = slots.why_not(module)
+            why = forwards.why_not(module)
         if why is not None or patch is None:
             lines[line(None, numerics, why)] += 1
             continue
@@ -229,7 +231,7 @@ def _plan(
         if key not in made:
             made[key] = _forward(patch, type(module), fusions, checker)
         checker.names[module] = part.path(name)
-        handoff.allow(module)
+        work_ahead.allow(module)
         injection.forwards.append((ref(module), made[key]))
         does = f"in {covered[module]}" if module in covered else patch.does
         lines[line(does, numerics, None)] += 1
@@ -238,7 +240,7 @@ def _plan(
     report.add(lines)
     wrap: Graphs | None = None
     if graphs and (part.denoises or _encodes(part, selection)):
-        from .graphs import Graphs
+        from .graphs.graphs import Graphs
 
         wrap = Graphs(name=part.name)
         report.graphs.append(wrap)
@@ -247,7 +249,7 @@ def _plan(
         chain = _chain(module) if injection.forwards else None
         graphed = wrap if module is replayed else None
         root = module is model and bool(injection.forwards)
-        if (chain or graphed or root) and slots.why_not(module) is None:
+        if (chain or graphed or root) and forwards.why_not(module) is None:
             inner = next((f for r, f in injection.forwards if r() is module), None)
             whole = _whole(type(module), inner, chain, graphed, fusions, checker)
             injection.forwards.append((ref(module), whole))
@@ -273,7 +275,9 @@ def _quantise(
     for name, layer in named.items():
         if type(layer) is not nn.Linear:
             continue
-        why = unfit(name, layer) or selection.leaves_out(part, name, layer) or slots.why_not(layer)
+        why = (
+            unfit(name, layer) or selection.leaves_out(part, name, layer) or forwards.why_not(layer)
+        )
         if why is None:
             eight_bits.add(layer, part.path(name))
             injection.forwards.append((ref(layer), forward))
@@ -327,7 +331,7 @@ def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Che
     known = patch.is_written_for(kind)
 
     def eager(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return slots.class_forward(self, own)(self, *args, **kwargs)
+        return forwards.class_forward(self, own)(self, *args, **kwargs)
 
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = recipe(self, *args, **kwargs)
@@ -341,7 +345,7 @@ def _forward(patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Che
 
     fused.own, fused.known, fused.patch = own, known, patch  # type: ignore[attr-defined]
     forward.fused = fused  # type: ignore[attr-defined]
-    setattr(forward, slots.MARK, patch)
+    setattr(forward, forwards.MARK, patch)
     return forward
 
 
@@ -362,7 +366,7 @@ def _whole(
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return runs_as(self, *args, **kwargs)
-        eager = slots.class_forward(self, own)
+        eager = forwards.class_forward(self, own)
         if current.eager or checker.retired or eager is not own or looked_through():
             return eager(self, *args, **kwargs)
         if graphs is not None:
@@ -370,13 +374,13 @@ def _whole(
         return run(self, *args, **kwargs)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with runs.begin(self, args, kwargs, fusions.contents):
+        with model_run.begin(self, args, kwargs, fusions.contents):
             kept = fusions.contents
-            first = runs.is_first(self) and not capturing()
+            first = model_run.is_first(self) and not capturing()
             # without fp8 weights, a model that cannot look back uses nothing that was kept
-            needed = runs.looks_back() or fusions.eight_bits is not None
+            needed = model_run.looks_back() or fusions.eight_bits is not None
             answer = kept.check() if first and kept and needed else unchanged
-            now = not runs.current.on_gpu or runs.current.memory is not None
+            now = not model_run.current.on_gpu or model_run.current.memory is not None
             if now and not answer():  # it must not be run twice, or is told at once
                 kept.forget()
                 answer = unchanged
@@ -390,9 +394,9 @@ def _whole(
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if chain is None:
             return runs_as(self, *args, **kwargs)
-        with handoff.chain(chain(self), signature(args, kwargs)):
+        with work_ahead.chain(chain(self), signature(args, kwargs)):
             return runs_as(self, *args, **kwargs)
 
     forward.fused = getattr(inner, "fused", None)  # type: ignore[attr-defined]
-    setattr(forward, slots.MARK, getattr(inner, slots.MARK, None))
+    setattr(forward, forwards.MARK, getattr(inner, forwards.MARK, None))
     return forward

@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 
 import kernelwright as kw
-from kernelwright.inject import contract
+from kernelwright.inject.verify import accuracy
 
 from .core import KINDS, Differs, NotHere, Refused, Side, World, call, difference, drawn, same_bits
 
@@ -144,7 +144,7 @@ def _as_near(world, got, want):
     if any(not torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(got, want, strict=True)):
         return False
     got, want = ([t[t.isfinite()] for t in side] for side in (got, want))
-    return contract.error(got, want) <= 2 * bound
+    return accuracy.error(got, want) <= 2 * bound
 
 
 def _counts(side):

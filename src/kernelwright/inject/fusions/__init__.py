@@ -7,11 +7,11 @@ that does the same in one pass. Recipes call these; they decide nothing about nu
 from __future__ import annotations
 
 from .attention import AttentionPlaces
+from .base import hooked_now
 from .feed_forward import FeedForwardPlaces
 from .norms import NormPlaces
-from .places import hooked_now
 from .projections import GATE_UP, QKV, TEXT_QKV
-from .text import TextPlaces
+from .prompt import TextPlaces
 
 __all__ = ["GATE_UP", "QKV", "TEXT_QKV", "Fusions", "hooked_now"]
 

@@ -16,10 +16,10 @@ from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
-from ..check import declined, site
-from ..switches import torch_attends
-from ..tables import QK_NORM_ROPE_KEPT
-from .places import CHANGES_DTYPE, Part, Places, is_linear
+from ..reuse.rope_tables import QK_NORM_ROPE_KEPT
+from ..runtime.sites import declined, site
+from ..state.switches import torch_attends
+from .base import CHANGES_DTYPE, Part, Places, is_linear
 
 
 class QkNorms(NamedTuple):

@@ -13,11 +13,11 @@ from ...ops import selection
 from ...ops.gelu import GELU
 from ...ops.glu import GEGLU, SILU_MUL
 from ...ops.linear import algorithms, linear_gelu
-from ..check import current, declined, site
-from ..state import is_plain
-from .places import CHANGES_DTYPE, Places, hooked_now, is_linear
+from ..runtime.sites import current, declined, site
+from ..state.module_state import is_plain
+from .base import CHANGES_DTYPE, Places, hooked_now, is_linear
+from .compiled_ops import GELU_BESIDE, gelu_beside
 from .projections import in_turn, may_go_around, product
-from .side_by_side import GELU_BESIDE, gelu_beside
 
 
 class FeedForwardPlaces(Places):

@@ -13,11 +13,11 @@ from ...ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUAN
 from ...ops.layernorm import LAYERNORM
 from ...ops.residual import GATED_RESIDUAL, GATED_RESIDUAL_NORM
 from ...ops.rmsnorm import RMSNORM
-from ..check import declined, site
-from ..eight_bit_rows import Makers
-from .channels import ChannelPlaces
-from .places import CHANGES_DTYPE, Part, modulated
-from .side_by_side import JOINT_NORM, JOINT_RESIDUAL
+from ..fp8.activations import Makers
+from ..runtime.sites import declined, site
+from .base import CHANGES_DTYPE, Part, modulated
+from .channel_norms import ChannelPlaces
+from .compiled_ops import JOINT_NORM, JOINT_RESIDUAL
 
 # such rows at::mean sums in another order; and eager keeps their layout, which the convolutions of
 # a VAE want: LTX-Video's decoded 49 frames in 69 ms so, and in 98 with rows made contiguous (H200)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.linear import algorithms
-from .. import packing, products
-from ..check import declined, site
-from ..slots import hooked
-from ..state import all_modules_hooked, is_plain
-from .places import Places
+from ..reuse import packed_gemm, packed_weights
+from ..runtime.forwards import hooked
+from ..runtime.sites import declined, site
+from ..state.module_state import all_modules_hooked, is_plain
+from .base import Places
 
 QKV = "QKV in one product"
 TEXT_QKV = "QKV of the text in one product"
@@ -38,13 +38,13 @@ class ProjectionPlaces(Places):
         if not may_go_around(layers):
             declined(name, "an adapter or a hook is on one of its layers")
             return eager()
-        packed = packing.packed(layers, x)
+        packed = packed_weights.packed(layers, x)
         if isinstance(packed, str):
             declined(name, packed)
             return eager()
 
         def kernel() -> tuple[Tensor, ...]:
-            return products.one(x, packed).split_with_sizes(packed.sizes, -1)
+            return packed_gemm.one(x, packed).split_with_sizes(packed.sizes, -1)
 
         bias = packed.bias is not None
         if self.exact and not self.same_bits("one", x, packed.sizes, bias, kernel, eager):
@@ -65,12 +65,12 @@ class ProjectionPlaces(Places):
             return False
         if torch.is_autocast_enabled(x.device.type) or weights[0].dtype != x.dtype:
             return False
-        return packing.unlike(weights, [layer.bias for layer in layers]) is None
+        return packed_weights.unlike(weights, [layer.bias for layer in layers]) is None
 
     def _traced(self, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        y = products.JOINED(x, weights, biases, self.same_bits.number if self.exact else 0)
+        y = packed_gemm.JOINED(x, weights, biases, self.same_bits.number if self.exact else 0)
         return y.split_with_sizes([len(w) for w in weights], -1)
 
 
@@ -84,7 +84,7 @@ def in_turn(layers: Iterable[Any], x: Tensor) -> Tensor:
 def product(layer: Any, x: Tensor) -> Tensor:
     """layer(x); a plain Linear by the algorithm that is fastest among those that give its bits."""
     if torch.compiler.is_compiling():
-        return products.CHOSEN(x, layer.weight, layer.bias) if _chooses(layer, x) else layer(x)
+        return packed_gemm.CHOSEN(x, layer.weight, layer.bias) if _chooses(layer, x) else layer(x)
     if not may_go_around((layer,)):
         return layer(x)
     return algorithms.linear(x, layer.weight, layer.bias)
@@ -92,7 +92,7 @@ def product(layer: Any, x: Tensor) -> Tensor:
 
 def _chooses(layer: Any, x: Tensor) -> bool:
     """Whether such a product is an op of a graph, which finds its algorithm when it runs."""
-    if torch.is_grad_enabled() or not products.chooses(x.device.type, x.device.index):
+    if torch.is_grad_enabled() or not packed_gemm.chooses(x.device.type, x.device.index):
         return False
     if torch.is_autocast_enabled(x.device.type) or not may_go_around((layer,)):
         return False

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..contents import Answer, compared, copied, samples, told, unchanged
-from ..draws import of as drawn
-from .masks import Decisions
-from .memory import Refusal, Results, Room
-from .prelude import Prelude
+from ..runtime.random_draws import of as drawn
+from ..state.tensor_samples import Answer, compared, copied, samples, told, unchanged
+from .buffers import Refusal, Results, Room
+from .mask_decisions import Decisions
+from .prompt_graph import Prelude
 from .recorder import Recorder
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ops import selection
 from ..fusions import Fusions
-from ..fusions.side_by_side import JOINT_QK
+from ..fusions.compiled_ops import JOINT_QK
 
 Rotary = tuple[Tensor, Tensor]
 # arguments of IP-Adapter that other processors are given too, and do not look at

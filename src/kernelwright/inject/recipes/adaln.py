@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..fusions import Fusions, hooked_now
-from ..recipe import Forward, Patch, Recipe, full_name
+from ._recipe import Forward, Patch, Recipe, full_name
 
 MODULE = "diffusers.models.normalization"
 # how many parts the projection has

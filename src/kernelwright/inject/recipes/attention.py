@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..fusions import QKV, Fusions
 from ..fusions.projections import in_turn
-from ..recipe import Forward, Patch, Recipe, class_of, full_name
+from ._recipe import Forward, Patch, Recipe, class_of, full_name
 
 NAME = "AttnProcessor2_0"
 PROCESSOR = f"diffusers.models.attention_processor.{NAME}"

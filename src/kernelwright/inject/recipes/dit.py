@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import handoff
 from ..fusions import Fusions, hooked_now
-from ..fusions.whole import total
-from ..recipe import Forward, Patch, Recipe, full_name
+from ..fusions.compiled_ops import total
+from ..runtime import work_ahead
+from ._recipe import Forward, Patch, Recipe, full_name
 
 BLOCK = "diffusers.models.attention.BasicTransformerBlock"
 SOURCES = ("BasicTransformerBlock.forward",)
@@ -38,7 +38,7 @@ def modulated_block(fuse: Fusions) -> Forward:
         if not is_plain(self, hidden_states, cross_attention_kwargs):
             return NotImplemented
         given = [t for t in (timestep, class_labels) if t is not None]
-        ahead = handoff.take(self, hidden_states, *given)
+        ahead = work_ahead.take(self, hidden_states, *given)
         # patches come transposed; eager's sums have the layout of the branch
         hidden_states = hidden_states.contiguous()
         if ahead is None:
@@ -78,7 +78,7 @@ def modulated_block(fuse: Fusions) -> Forward:
             hidden_states, branch, norms(after)[0], gate_ff, parts[1], parts[0]
         )
         if total.dtype == hidden_states.dtype:
-            handoff.offer(after, (total, *given), (parts, rows))
+            work_ahead.offer(after, (total, *given), (parts, rows))
         return total
 
     return forward
@@ -137,7 +137,7 @@ def may_read_norms(block: Any) -> bool:
 
 def next_block(block: Any) -> Any:
     """The block that runs next, if it is like this one and work may be done ahead for it."""
-    after: Any = handoff.following(block)
+    after: Any = work_ahead.following(block)
     if type(after) is not type(block) or after.norm_type != block.norm_type:
         return None
     return after if may_read_norms(after) else None

@@ -13,10 +13,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import handoff
-from ..code import fingerprint
 from ..fusions import Fusions
-from ..recipe import Forward, Patch, Recipe, full_name
+from ..identify.source import fingerprint
+from ..runtime import work_ahead
+from ._recipe import Forward, Patch, Recipe, full_name
 from .llama import CHANGED, ROPE, Rotary, rotation
 
 MODULE = "transformers.models.falcon.modeling_falcon"
@@ -37,7 +37,7 @@ def layer(fuse: Fusions) -> Forward:
         position_embeddings: Rotary | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        rows = handoff.take(self, hidden_states)
+        rows = work_ahead.take(self, hidden_states)
         if rows is None:
             rows = first_norm(self)(hidden_states)
         attended, weights = self.self_attention(
@@ -62,12 +62,12 @@ def layer(fuse: Fusions) -> Forward:
             branch = self.mlp(rows)
         branch = F.dropout(branch, self.config.hidden_dropout, self.training)
 
-        after = handoff.following(self)
+        after = work_ahead.following(self)
         if after is None:
             return fuse.residual(hidden_states, branch), weights
         norm = after if isinstance(after, nn.LayerNorm) else first_norm(after)
         rows, hidden_states = fuse.residual_norm(hidden_states, branch, norm)
-        handoff.offer(after, (hidden_states,), rows)
+        work_ahead.offer(after, (hidden_states,), rows)
         return hidden_states, weights
 
     return forward

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
+from ..fusions.compiled_ops import joint
 from ..fusions.projections import in_turn
-from ..fusions.side_by_side import joint
-from ..recipe import Forward, Patch, Recipe, class_of
-from ..slots import hooked
+from ..runtime import work_ahead
+from ..runtime.forwards import hooked
 from ._joint import QUIET, Rotary, Stream, joint_qk
+from ._recipe import Forward, Patch, Recipe, class_of
 from .adaln import adapted, is_adaptive
 
 MODULE = "diffusers.models.transformers.transformer_flux"
@@ -35,7 +35,7 @@ def block(fuse: Fusions) -> Forward:
         image_rotary_emb: Rotary | None = None,
         joint_attention_kwargs: Arguments = None,
     ) -> tuple[Tensor, Tensor]:
-        opened = handoff.take(self, hidden_states, encoder_hidden_states, temb)
+        opened = work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
         if opened is None:
             image = self.norm1(hidden_states, emb=temb)
             text = self.norm1_context(encoder_hidden_states, emb=temb)
@@ -72,7 +72,7 @@ def block(fuse: Fusions) -> Forward:
         text, encoder_hidden_states = adapted(
             fuse, after.norm1_context, temb, encoder_hidden_states, text_branch, text_last_gate
         )
-        handoff.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
+        work_ahead.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
         return encoder_hidden_states, hidden_states
 
     return forward
@@ -90,7 +90,9 @@ def single_block(fuse: Fusions) -> Forward:
         words = encoder_hidden_states.shape[1]
         streams = encoder_hidden_states, hidden_states
         tokens = None
-        if (opened := handoff.take(self, hidden_states, encoder_hidden_states, temb)) is not None:
+        if (
+            opened := work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
+        ) is not None:
             tokens, (rows, gate) = opened
         elif (normed := normed_apart(fuse, self.norm, streams, temb)) is not None:
             rows, gate = normed
@@ -114,7 +116,7 @@ def single_block(fuse: Fusions) -> Forward:
             return tokens[:, :words], tokens[:, words:]
         opened, tokens = adapted(fuse, after.norm, temb, tokens, branch, gate)
         encoder_hidden_states, hidden_states = tokens[:, :words], tokens[:, words:]
-        handoff.offer(after, (hidden_states, encoder_hidden_states, temb), (tokens, opened))
+        work_ahead.offer(after, (hidden_states, encoder_hidden_states, temb), (tokens, opened))
         return encoder_hidden_states, hidden_states
 
     return forward
@@ -134,7 +136,7 @@ def normed_apart(
 
 def following(block: Any, tokens: Tensor, temb: Tensor) -> Any:
     """The next block, if it is of the same kind and its norms may be run here."""
-    after: Any = handoff.following(block)
+    after: Any = work_ahead.following(block)
     # in float16 the sum is bounded before it is normalised
     if type(after) is not type(block) or tokens.dtype == torch.float16:
         return None

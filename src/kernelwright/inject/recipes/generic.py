@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import handoff, norms
 from ..fusions import Fusions
-from ..norms import Norm
-from ..recipe import Forward, Patch, Recipe, full_name
+from ..identify import norm_kinds
+from ..identify.norm_kinds import Norm
+from ..runtime import work_ahead
+from ._recipe import Forward, Patch, Recipe, full_name
 
 
 def norm(fuse: Fusions) -> Forward:
@@ -18,16 +19,16 @@ def norm(fuse: Fusions) -> Forward:
         if kwargs:  # each class has a name of its own for the rows
             return NotImplemented
         (x,) = args
-        ahead = handoff.take(self, x)
+        ahead = work_ahead.take(self, x)
         return fuse.norm(self, x) if ahead is None else ahead
 
     return forward
 
 
 def is_norm(module: nn.Module) -> bool | str:
-    if not norms.looks_like_norm(module):
+    if not norm_kinds.looks_like_norm(module):
         return False
-    found = norms.describe(module)
+    found = norm_kinds.describe(module)
     if not isinstance(found, Norm):
         return found
     # a gated norm is a plain one until it is given its gate

@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import handoff, norms
-from ..code import fingerprint, runs_in_turn
 from ..fusions import GATE_UP, QKV, Fusions
 from ..fusions.projections import product
-from ..norms import Norm
-from ..recipe import Chain, Forward, Patch, Recipe, full_name
+from ..identify import norm_kinds
+from ..identify.norm_kinds import Norm
+from ..identify.source import fingerprint, runs_in_turn
+from ..runtime import work_ahead
+from ._recipe import Chain, Forward, Patch, Recipe, full_name
 
 # transformers 5.17 to 5.22
 LAYER = "ecfc0010cf77"  # LlamaDecoderLayer
@@ -45,7 +46,7 @@ def layer(fuse: Fusions) -> Forward:
         position_embeddings: Rotary | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        rows = handoff.take(self, hidden_states)
+        rows = work_ahead.take(self, hidden_states)
         if rows is None:
             rows = self.input_layernorm(hidden_states)
         branch, _ = self.self_attn(
@@ -61,12 +62,12 @@ def layer(fuse: Fusions) -> Forward:
             hidden_states, branch, self.post_attention_layernorm
         )
         branch = self.mlp(rows)
-        after = handoff.following(self)
+        after = work_ahead.following(self)
         if after is None:
             return fuse.residual(hidden_states, branch)
         norm = getattr(after, "input_layernorm", after)
         rows, hidden_states = fuse.residual_norm(hidden_states, branch, norm)
-        handoff.offer(after, (hidden_states,), rows)
+        work_ahead.offer(after, (hidden_states,), rows)
         return hidden_states
 
     return forward
@@ -78,7 +79,7 @@ def is_layer(module: nn.Module) -> bool | str:
         return False
     if fingerprint(type(module).forward) != LAYER:
         return CHANGED
-    found = norms.describe(module.post_attention_layernorm)  # type: ignore[arg-type]
+    found = norm_kinds.describe(module.post_attention_layernorm)  # type: ignore[arg-type]
     return True if isinstance(found, Norm) else f"its norm stays as it is: {found}"
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import handoff
 from ..fusions import QKV, Fusions
+from ..fusions.compiled_ops import total
 from ..fusions.projections import in_turn
-from ..fusions.whole import total
-from ..recipe import Forward, Patch, Recipe, class_of
-from ..tables import narrow
+from ..reuse.rope_tables import narrow
+from ..runtime import work_ahead
+from ._recipe import Forward, Patch, Recipe, class_of
 
 MODULE = "diffusers.models.transformers.transformer_ltx"
 Rotary = tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ def block(fuse: Fusions) -> Forward:
         image_rotary_emb: Rotary | None = None,
         encoder_attention_mask: Tensor | None = None,
     ) -> Tensor:
-        ahead = handoff.take(self, hidden_states, temb)
+        ahead = work_ahead.take(self, hidden_states, temb)
         if ahead is None:
             parts = modulation(fuse, self, temb)
             rows = fuse.norm_modulate(self.norm1, hidden_states, parts[1], parts[0])
@@ -58,14 +58,14 @@ def block(fuse: Fusions) -> Forward:
         )
         branch = self.ff(rows)
 
-        after = handoff.following(self)
+        after = work_ahead.following(self)
         if after is None:
             return fuse.residual(hidden_states, branch, gate_ff)
         parts = modulation(fuse, after, temb)
         rows, hidden_states = fuse.residual_norm(
             hidden_states, branch, after.norm1, gate_ff, parts[1], parts[0]
         )
-        handoff.offer(after, (hidden_states, temb), (parts, rows))
+        work_ahead.offer(after, (hidden_states, temb), (parts, rows))
         return hidden_states
 
     return forward
@@ -73,10 +73,9 @@ def block(fuse: Fusions) -> Forward:
 
 def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
     """shift, scale and gate of both branches: [batch, 1 or tokens, width] each."""
-    blocks = handoff.running()
+    blocks = work_ahead.running()
     # a modulation for every token is too large to be made for all blocks at once
-    small = temb.shape[1] == 1
-    if small and id(block) in blocks and fuse.modulations.keeps(temb):
+    if blocks and temb.shape[1] == 1 and id(block) in blocks and fuse.modulations.keeps(temb):
         together = fuse.modulations(temb, None, lambda: modulations(blocks.values(), temb))
         if together is not None:
             return together[id(block)]

@@ -12,8 +12,8 @@ import torch
 from torch import Generator, Tensor
 
 from ..fusions import Fusions
-from ..fusions.channels import NOT_EXACT
-from ..recipe import Forward, Patch, Recipe
+from ..fusions.channel_norms import NOT_EXACT
+from ._recipe import Forward, Patch, Recipe
 
 
 def block(fuse: Fusions) -> Forward:

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import handoff
 from ..fusions import QKV, TEXT_QKV, Fusions
+from ..fusions.compiled_ops import joint
 from ..fusions.projections import product
-from ..fusions.side_by_side import joint
-from ..recipe import Forward, Patch, Recipe, class_of, full_name
+from ..runtime import work_ahead
 from ._joint import QUIET, Stream, joint_qk
+from ._recipe import Forward, Patch, Recipe, class_of, full_name
 from .adaln import adapted, is_adaptive
 
 NAME = "JointAttnProcessor2_0"
@@ -36,7 +36,7 @@ def block(fuse: Fusions) -> Forward:
         if self._chunk_size is not None:
             return NotImplemented
         given = joint_attention_kwargs or {}
-        opened = handoff.take(self, hidden_states, encoder_hidden_states, temb)
+        opened = work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
         image, text = opened or open_block(self, hidden_states, encoder_hidden_states, temb)
         turned, text_turned = self.attn(
             hidden_states=image[0], encoder_hidden_states=text[0], **given
@@ -66,7 +66,7 @@ def block(fuse: Fusions) -> Forward:
         text, encoder_hidden_states = adapted(
             fuse, after.norm1_context, temb, encoder_hidden_states, text_branch, text_last_gate
         )
-        handoff.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
+        work_ahead.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
         return encoder_hidden_states, hidden_states
 
     return forward
@@ -82,7 +82,7 @@ def open_block(block: Any, image: Tensor, text: Tensor, temb: Tensor) -> tuple[A
 
 def following(block: Any, temb: Tensor) -> Any:
     """The next block, if its norms may be run here."""
-    after: Any = handoff.following(block)
+    after: Any = work_ahead.following(block)
     if type(after) is not type(block) or after._chunk_size is not None:
         return None
     norms = after.norm1, after.norm1_context

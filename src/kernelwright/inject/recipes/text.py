@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..fusions import Fusions, hooked_now
-from ..recipe import Forward, Patch, Recipe
+from ._recipe import Forward, Patch, Recipe
 
 
 def projection(fuse: Fusions) -> Forward:

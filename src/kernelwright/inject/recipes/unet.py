@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import handoff
 from ..fusions import Fusions
-from ..recipe import Forward, Patch, Recipe
+from ..runtime import work_ahead
+from ._recipe import Forward, Patch, Recipe
 from .dit import SOURCES, WRITTEN_FOR, is_block, is_plain, next_block
 
 
@@ -31,7 +31,7 @@ def block(fuse: Fusions) -> Forward:
     ) -> Tensor:
         if not is_plain(self, hidden_states, cross_attention_kwargs):
             return NotImplemented
-        rows = handoff.take(self, hidden_states)
+        rows = work_ahead.take(self, hidden_states)
         # pixels may come transposed; eager's sums have the layout of the branch
         hidden_states = hidden_states.contiguous()
         if rows is None:
@@ -55,7 +55,7 @@ def block(fuse: Fusions) -> Forward:
         if after is None:
             return fuse.residual(hidden_states, branch)
         rows, hidden_states = fuse.residual_norm(hidden_states, branch, after.norm1)
-        handoff.offer(after, (hidden_states,), rows)
+        work_ahead.offer(after, (hidden_states,), rows)
         return hidden_states
 
     return forward

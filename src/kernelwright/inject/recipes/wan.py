@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import handoff
 from ..fusions import QKV, Fusions
+from ..fusions.compiled_ops import total
 from ..fusions.projections import in_turn
-from ..fusions.whole import total
-from ..recipe import Forward, Patch, Recipe, class_of
+from ..runtime import work_ahead
+from ._recipe import Forward, Patch, Recipe, class_of
 
 MODULE = "diffusers.models.transformers.transformer_wan"
 TEXT_TOKENS = 512  # the last so many tokens of the context are text, those before it an image
@@ -34,7 +34,7 @@ def block(fuse: Fusions) -> Forward:
     ) -> Tensor:
         if hidden_states.dtype == torch.float64:  # some steps are then wider than float32
             return NotImplemented
-        ahead = handoff.take(self, hidden_states, temb)
+        ahead = work_ahead.take(self, hidden_states, temb)
         if ahead is None:
             parts = modulation(self, temb)
             rows = fuse.norm_modulate(self.norm1, hidden_states, parts[1], parts[0], wide=True)
@@ -51,14 +51,14 @@ def block(fuse: Fusions) -> Forward:
         branch = self.ffn(rows)
 
         # one modulation a token takes 12 times the memory of the rows: not those of two blocks
-        after = handoff.following(self) if temb.ndim == 3 else None
+        after = work_ahead.following(self) if temb.ndim == 3 else None
         if after is None:
             return fuse.residual(hidden_states, branch, gate_ff, wide=True)
         parts = modulation(after, temb)
         rows, hidden_states = fuse.residual_norm(
             hidden_states, branch, after.norm1, gate_ff, parts[1], parts[0], wide=True
         )
-        handoff.offer(after, (hidden_states, temb), (parts, rows))
+        work_ahead.offer(after, (hidden_states, temb), (parts, rows))
         return hidden_states
 
     return forward

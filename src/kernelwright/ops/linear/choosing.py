@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 from . import configurations
-from .cublaslt import (
-    ALIGNMENT,
-    TYPES,
-    Algorithm,
-    Found,
-    Library,
-    Product,
-    Refused,
-    Shape,
-    load,
-)
+from .cublaslt import ALIGNMENT, TYPES, Algorithm, Found, Library, Product, Refused, Shape, load
 from .plain import plain_into
 
 # a person who waits for a first result does not notice so much, ten or twenty times over

@@ -1,0 +1,243 @@
+"""The tier "fp8": linear layers of a model's blocks as products in eight bits.
+
+A weight is quantised when its layer first runs, and again if somebody has written to it since; the
+layer keeps its own weight for everything else. The first time a layer runs, its result is held
+against its own forward: if it is off by more than LIMIT, the layer stays as it is, and the report
+says so.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ...ops import fp8
+from ...ops.fp8.reference import ACTIVATIONS
+from ..graphs.capture import capturing, depend, keep
+from ..runtime import forwards, model_run
+from ..runtime.forwards import MARK, hooked
+from ..runtime.input_key import written
+from ..runtime.sites import Forward, current, tells
+from ..state.module_state import is_plain
+from ..state.tensor_samples import Contents
+from ..verify import accuracy
+from ..verify.first_sight import Checker, Finding
+from .activations import Makers, rows_of
+from .weights import Pack, Quantised, quantise
+
+DOES = "product in eight bits"
+# Three bits of mantissa leave an error of 2.6% (root mean square) in each operand, 3.7% in their
+# product. Twice that says that rows with outliers have lost their small values.
+LIMIT = 0.074
+# below so many rows a layer makes a modulation or an embedding, which are sensitive and cheap
+ROWS = 64
+NARROWEST = 64
+FIRST_IN_A_GRAPH = "a graph was recorded before it had run once"
+
+
+def unfit(name: str, layer: nn.Linear) -> str | None:
+    """Why a layer of a model is not meant for eight bits, or None if it is."""
+    if not any(part.isdigit() for part in name.split(".")):
+        return "outside the blocks: first and last layers are sensitive"
+    n, k = layer.weight.shape
+    if n % fp8.MULTIPLE or k % fp8.MULTIPLE or min(n, k) < NARROWEST:
+        return f"its weight is {n} × {k}, which eight-bit products do not take"
+    return None
+
+
+def check_device(model: nn.Module) -> None:
+    """Raise an error if the GPU of a model has no products in eight bits."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda" and (no := fp8.unsupported(device.index or 0)):
+        raise ValueError(f'inject: numerics is "fp8", but {no}; "fused" needs less')
+
+
+@dataclass(eq=False)
+class EightBits:
+    """The layers of one injection."""
+
+    checker: Checker
+    contents: Contents
+    _layers: WeakKeyDictionary[nn.Module, Quantised] = field(default_factory=WeakKeyDictionary)
+    # what makes eight-bit rows for the layers behind it
+    makers: Makers = field(default_factory=Makers)
+    _packs: WeakKeyDictionary[nn.Module, Pack] = field(default_factory=WeakKeyDictionary)
+    _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
+
+    def __deepcopy__(self, memo: Any) -> EightBits:
+        return self  # copies of a model share their forwards, too
+
+    def forward(self) -> Forward:
+        """The forward that all layers share."""
+
+        def forward(layer: Any, input: Tensor) -> Tensor:
+            y = self(layer, input)
+            own = forwards.class_forward(layer, nn.Linear.forward)
+            return own(layer, input) if y is None else y
+
+        forward.__wrapped__ = nn.Linear.forward  # type: ignore[attr-defined]
+        setattr(forward, MARK, self)
+        return forward
+
+    def add(self, layer: nn.Module, name: str) -> None:
+        self.checker.names[layer] = name
+
+    def leave(self, layer: nn.Module, why: str) -> None:
+        """Let a layer run as it is."""
+        if self._has(layer) and layer not in self._left:
+            self._left.add(layer)
+            self.checker.misfits[layer] = why
+
+    def wanted(self, layer: nn.Module) -> bool:
+        """Whether a layer is to run in eight bits, here and now."""
+        if torch.compiler.is_compiling() or current.eager or not current.eight_bits:
+            return False
+        kept = self._layers.get(layer)
+        usable = kept is None or kept.good is not False
+        return usable and self._has(layer) and layer not in self._left
+
+    def _has(self, layer: nn.Module) -> bool:
+        """Whether a layer was given to this injection, or is a copy of one that was."""
+        return getattr(layer.__dict__.get("forward"), MARK, None) is self
+
+    def __call__(
+        self,
+        layer: Any,
+        x: Tensor,
+        activation: str = "none",
+        up: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> Tensor | None:
+        """layer(act(x) * up), or None where that is not for eight bits. With `left`, the layer is
+        given that and the other behind it, joined along the rows."""
+        if not self.wanted(layer):
+            return None
+        if why := _misfit(layer, x):
+            self.checker.misfits[layer] = why
+            return None
+        kept = self._layers.get(layer)
+        if kept is None or not kept.is_of(layer, self.contents) or kept.good is None:
+            if capturing():
+                self.checker.misfits[layer] = FIRST_IN_A_GRAPH
+                return None
+            kept = self._quantised(layer)
+        depend(layer.weight)
+        keep(kept)
+        plain = activation == "none" and up is None and left is None
+        rows, scale = rows_of(x) if plain else fp8.quantize(x, up, activation, left)
+        y = fp8.product(rows, scale, kept.weight, kept.scale, layer.bias, x.dtype)
+        if kept.good is None:
+            given = ACTIVATIONS[activation](x)
+            given = given if up is None else given * up
+            given = given if left is None else torch.cat([left, given], -1)
+            return self._first_sight(layer, kept, given, y)
+        return y
+
+    def together(self, layers: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
+        """layer(x) of each as one product, or None where that is not for eight bits: each by
+        itself may be. The results are parts of one tensor."""
+        if not all(map(self.wanted, layers)) or any(_misfit(m, x) for m in layers):
+            return None
+        if len({m.bias is None for m in layers}) > 1:
+            return None
+        pack = self._packs.get(layers[0])
+        if pack is None or not pack.is_of(
+            layers, list(map(self._layers.get, layers)), self.contents
+        ):
+            if capturing():
+                return None
+            pack = self._packs[layers[0]] = Pack.of(
+                layers, map(self._quantised, layers), self.contents
+            )
+        for layer in layers:
+            depend(layer.weight)
+            if layer.bias is not None:
+                depend(layer.bias)
+        keep(pack)
+        y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
+        results = y.split_with_sizes([m.out_features for m in layers], -1)
+        if all(k.good for k in pack.layers):
+            return results
+        return self._first_sight_together(layers, pack, x, results)
+
+    def _quantised(self, layer: Any) -> Quantised:
+        """A layer as it is now."""
+        kept = self._layers.get(layer)
+        if kept is None or not kept.is_of(layer, self.contents):
+            kept = self._layers[layer] = quantise(layer, self.contents)
+        return kept
+
+    def _first_sight_together(
+        self, layers: Sequence[Any], pack: Pack, x: Tensor, results: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The results, if no layer is refused; else the layers are none together any more."""
+        seen = tuple(
+            result if k.good else self._first_sight(layer, k, x, result)
+            for layer, k, result in zip(layers, pack.layers, results, strict=True)
+        )
+        if all(k.good for k in pack.layers):
+            return seen
+        del self._packs[layers[0]]
+        for k in pack.layers:
+            if k.good:  # without the memory of those that are refused
+                k.weight, k.scale = k.weight.clone(), k.scale.clone()
+        return tuple(
+            layer(x) if k.good else y for layer, k, y in zip(layers, pack.layers, seen, strict=True)
+        )
+
+    def _first_sight(self, layer: Any, kept: Quantised, x: Tensor, result: Tensor) -> Tensor:
+        """The result in eight bits, or that of the layer's own forward if it is too far off."""
+        expected = type(layer).forward(layer, x)
+        if not tells(expected):
+            return expected  # zeros and NaN prove nothing: look again
+        error = accuracy.error(result, expected)
+        kept.good = error <= LIMIT
+        problem = None
+        if not kept.good:
+            # the weight stays what it is: no memory for a copy that is not used
+            kept.weight = kept.scale = torch.empty(0)
+            problem = f"off by {error:.1%} in eight bits" if math.isfinite(error) else "not finite"
+        name = self.checker.names.get(layer, "a Linear")
+        inputs = written((x,), {})
+        sites = {(DOES, problem or "fused"): 1}
+        self.checker.findings.append(
+            Finding(name, "Linear", inputs, sites, error=error, problem=problem)
+        )
+        if problem:
+            warnings.warn(f"{name} at {inputs}: {problem}; that stays eager", stacklevel=4)
+        return result if kept.good else expected
+
+
+def _misfit(layer: Any, x: Tensor) -> str | None:
+    """Why this call of a layer is not for eight bits, or None if it is."""
+    weight, bias = layer._parameters.get("weight"), layer.bias
+    if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.is_inference():
+        return "tensors of a class of their own"
+    if bias is not None and bias.is_inference():
+        return "tensors of a class of their own"
+    if hooked(layer):
+        return "a hook wants to see it being called"
+    if not is_plain(layer, nn.Linear):
+        return "its class has another forward now"
+    if id(layer) in model_run.current.adapted or id(layer) in current.adapted:
+        return "an adapter is around it"
+    if not model_run.current.token and not current.inside:
+        return "it was called outside its model"
+    if x.numel() < ROWS * x.shape[-1]:
+        return f"fewer than {ROWS} rows"
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
+        return "gradients are recorded"
+    if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return "its dtype changes"
+    if not x.is_cuda:
+        return None  # emulated
+    return fp8.problem(x.device, x.dtype, weight.shape, bias)

@@ -1,0 +1,78 @@
+"""Weights in eight bits, beside those of their layers: of one layer, and of several together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import fp8
+from ..reuse.prompt_values import Made
+from ..state.tensor_samples import Contents
+
+
+@dataclass
+class Quantised:
+    """A layer as it was quantised. `good` is None as long as nobody has looked."""
+
+    made: Made
+    weight: Tensor
+    scale: Tensor
+    good: bool | None = None
+
+    def is_of(self, layer: Any, contents: Contents) -> bool:
+        """Whether this is the layer's weight still, and nobody has written to it since."""
+        return self.made.holds((layer.weight,), contents.epoch)
+
+
+def quantise(layer: Any, contents: Contents) -> Quantised:
+    """A layer as it is now."""
+    contents.note(layer.weight)
+    made = Made.of((layer.weight,), contents.epoch)
+    return Quantised(made, *fp8.quantize_weight(layer.weight))
+
+
+@dataclass
+class Pack:
+    """Layers of one input as one product: their weights one below the other, of which those of
+    the layers are then parts, and a copy of their biases."""
+
+    layers: tuple[Quantised, ...]
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    biases: Made
+
+    @staticmethod
+    def of(layers: Sequence[Any], quantised: Iterable[Quantised], contents: Contents) -> Pack:
+        kept = tuple(quantised)
+        # not every device can join eight-bit floats
+        weight = torch.cat([k.weight.view(torch.uint8) for k in kept]).view(fp8.DTYPE)
+        scale = torch.cat([k.scale for k in kept])
+        biases = _biases(layers)
+        for b in biases:
+            contents.note(b)
+        made = Made.of(biases, contents.epoch)
+        bias = torch.cat([b.detach() for b in biases]) if biases else None
+        sizes = [m.out_features for m in layers]
+        for k, w, s in zip(kept, weight.split(sizes), scale.split(sizes), strict=True):
+            k.weight, k.scale = w, s
+        return Pack(kept, weight, scale, bias, made)
+
+    def is_of(
+        self, layers: Sequence[Any], kept: Sequence[Quantised | None], contents: Contents
+    ) -> bool:
+        """Whether these layers, as they were quantised last, are the ones, and unchanged."""
+        return (
+            len(kept) == len(self.layers)
+            and all(a is b for a, b in zip(kept, self.layers, strict=True))
+            and all(k.is_of(m, contents) for k, m in zip(self.layers, layers, strict=True))
+            and self.biases.holds(_biases(layers), contents.epoch)
+        )
+
+
+def _biases(layers: Sequence[Any]) -> list[Tensor]:
+    return [m.bias for m in layers if m.bias is not None]

@@ -1,0 +1,266 @@
+"""CUDA graphs of a model's forward.
+
+The first call of a signature runs as it is, the second is captured, later ones are replayed. A
+graph repeats what Python decided while it was captured. So everything that decides is part of the
+signature, or is watched on the model, or else the call runs without a graph, and the reason is
+counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ..runtime.random_draws import so_far
+from ..runtime.sites import equal
+from .assumptions import Watch
+from .buffers import Refusal
+from .capture import DRAWS, Captured, capturing, keep, relocations
+from .key import Call, check_surroundings, listed
+from .recorder import CudaRecorder, Recorder
+
+__all__ = ["Graphs", "capturing", "keep"]
+
+FAILURES_REMEMBERED = 64
+WRITTEN = "weights were written to"
+
+# PyTorch captures one graph at a time in a process
+_one_at_a_time = threading.RLock()
+
+
+class Graphs:
+    """CUDA graphs of one model's forward, one for each signature of its inputs.
+
+    `limit` graphs are kept, the least recently used is dropped first. A copy of a model that shares
+    this object gets graphs of its own; a copy of this object starts empty. `name` is the model's in
+    its pipeline.
+    """
+
+    recorder: ClassVar[type[Recorder]] = CudaRecorder
+
+    def __init__(self, limit: int = 8, name: str = "") -> None:
+        if limit < 1:
+            raise ValueError(f"Graphs: limit is {limit}, expected at least 1")
+        self.limit = limit
+        self.name = name
+        self.reasons: dict[str, int] = {}
+        self._recorder = self.recorder()
+        self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[Graphs], tuple[int, str]]:
+        return type(self), (self.limit, self.name)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What `forward(model, *args, **kwargs)` returns, from a graph where that is possible."""
+        if torch.compiler.is_compiling():
+            return forward(model, *args, **kwargs)
+        try:
+            replayed, result = self._replay(model, forward, args, kwargs)
+            if replayed:
+                return result
+        except Refusal as reason:
+            self._count(str(reason))
+        before, drawn = relocations(), so_far(args, kwargs)
+        result = forward(model, *args, **kwargs)
+        if relocations() != before:
+            self._look_again(model)
+        if so_far(args, kwargs) != drawn:
+            self._cool_down(model)
+        return result
+
+    @property
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return sum(len(known.graphs) for known in self._models.values())
+
+    def clear(self) -> None:
+        """Drop every graph."""
+        with _one_at_a_time:
+            self._models.clear()
+            self._recorder.release()
+
+    def describe(self) -> str:
+        """One line for a report.
+
+        >>> Graphs().describe()
+        '0 graphs'
+        >>> Graphs(name="text_encoder").describe()
+        'text_encoder: 0 graphs'
+        """
+        line = f"{self.name}: " * bool(self.name) + _counted(self.captured, "graph")
+        if not self.reasons:
+            return line
+        reasons = Counter(self.reasons).most_common()
+        told = reasons[0][0] if len(reasons) == 1 else ", ".join(f"{r} ({n})" for r, n in reasons)
+        return f"{line}; {_counted(sum(self.reasons.values()), 'call')} ran without one: {told}"
+
+    def _count(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def _replay(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Whether the call went through a graph, and its result."""
+        check_surroundings()
+        call = Call(args, kwargs, self._recorder.device_type)
+        if capturing() or self._recorder.busy():
+            raise Refusal("inside another capture")
+        with _one_at_a_time:
+            replayed, result = self._run_ahead(model, call)
+            if replayed:
+                return True, result
+            known = self._known(model)
+            known.check(model, call)
+            if call.key in known.failed:
+                raise Refusal(known.failed[call.key])
+            graph = known.graphs.get(call.key)
+            if graph is not None and not graph.holds():
+                self._count(WRITTEN)
+                graph = known.graphs.pop(call.key, None) and None
+            if graph is None and not self._is_warm(known, call):
+                return False, None
+            with self._recorder.turn(call.device):
+                if graph is None:
+                    return True, self._capture(known, model, forward, call)
+                known.graphs.move_to_end(call.key)
+                answer = graph.check(call.tensors)
+                result = graph(call.tensors)
+                graph.check_decisions()
+            if answer():
+                return True, result
+            self._count(WRITTEN)
+            del known.graphs[call.key]
+            return False, None
+
+    def _run_ahead(self, model: nn.Module, call: Call) -> tuple[bool, Any]:
+        """Replay first and look afterwards, while the GPU is at work, whether that was right. What
+        a graph writes is its own, so a wrong result is merely thrown away; but its weights must
+        still be where they were."""
+        known = self._models.get(model)
+        graph = None if known is None else known.graphs.get(call.key)
+        if known is None or graph is None or not known.watch.in_place():
+            return False, None
+        with self._recorder.turn(call.device):
+            answer = graph.check(call.tensors)
+            result = graph(call.tensors)
+        if not known.watch.same(model) or not graph.holds():
+            return False, None
+        known.check(model, call)
+        graph.check_decisions()
+        if not answer():
+            # a text that was written to behind its version is copied in again; of weights there is
+            # nothing to copy, and the second look finds them changed again
+            graph.forget_inputs()
+            return False, None
+        known.graphs.move_to_end(call.key)
+        return True, result
+
+    def _known(self, model: nn.Module) -> _Model:
+        known = self._models.get(model)
+        if known is None or not known.watch.same(model):
+            if known is not None and (known.graphs or known.warm):
+                self._count("the model has changed")
+            known = self._models[model] = _Model(model)
+            if self.captured == 0 and known.watch.obstacle(model):
+                self._recorder.release()
+        return known
+
+    def _look_again(self, model: nn.Module) -> None:
+        """Weights were packed while the model ran: that is no change of it, unless a graph reads
+        them where they were."""
+        with _one_at_a_time:
+            known = self._models.get(model)
+            if known is not None and not known.graphs:
+                known.watch = Watch(model)
+
+    def _cool_down(self, model: nn.Module) -> None:
+        """Capture nothing of what was just run: it drew random numbers, or another thread did."""
+        with _one_at_a_time:
+            known = self._models.get(model)
+            if known is not None and known.warm:
+                self._count(DRAWS)
+                known.warm.clear()
+
+    def _is_warm(self, known: _Model, call: Call) -> bool:
+        """Whether this thread has run such a call before, which it is now noted to have done.
+        Only as many are remembered as there may be graphs: inputs that take turns among more than
+        that would be captured again and again."""
+        threads = known.warm.setdefault(call.key, set())
+        known.warm.move_to_end(call.key)
+        if threading.get_ident() in threads:
+            del known.warm[call.key]
+            return True
+        threads.add(threading.get_ident())
+        if len(known.warm) > self.limit:
+            known.warm.popitem(last=False)
+            self._count("inputs that did not come again soon")
+        return False
+
+    def _capture(
+        self, known: _Model, model: nn.Module, forward: Callable[..., Any], call: Call
+    ) -> Any:
+        while len(known.graphs) >= self.limit:
+            known.graphs.popitem(last=False)
+        args, kwargs = call.with_tensors(call.tensors)
+        try:
+            graph = Captured(
+                self._recorder,
+                lambda *args, **kwargs: forward(model, *args, **kwargs),
+                call.tensors,
+                call.with_tensors,
+                known.watch.weights(),
+            )
+            result = graph(call.tensors)
+            # some code asks whether it is being captured, and then goes another way
+            if not equal(result, forward(model, *args, **kwargs)):
+                raise Refusal("its graph gives other bits than the plain forward")
+        except Exception as error:
+            reason = str(error) if isinstance(error, Refusal) else f"capture failed: {_line(error)}"
+            if reason != DRAWS:  # another thread may have drawn them
+                known.failed[call.key] = reason
+            if len(known.failed) > FAILURES_REMEMBERED:
+                known.failed.popitem(last=False)
+            raise Refusal(reason) from None
+        known.graphs[call.key] = graph
+        return result
+
+
+class _Model:
+    """What is known of a model, for as long as it stays the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.watch = Watch(model)
+        self.graphs: OrderedDict[Any, Captured] = OrderedDict()
+        self.warm: OrderedDict[Any, set[int]] = OrderedDict()
+        self.failed: OrderedDict[Any, str] = OrderedDict()
+
+    def check(self, model: nn.Module, call: Call) -> None:
+        if obstacle := self.watch.obstacle(model):
+            raise Refusal(obstacle)
+        if elsewhere := self.watch.devices - {call.device}:
+            raise Refusal(f"weights on {listed(elsewhere)}")
+        if torch.is_grad_enabled():
+            weights = self.watch.weights()
+            if any(t.requires_grad for t in (*call.tensors, *weights)):
+                raise Refusal("gradients are recorded")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error, or its class if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""What there is to change: models, modules a person chose, kinds of norm, known source code."""

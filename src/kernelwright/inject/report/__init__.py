@@ -1,0 +1,1 @@
+"""What an injection did: the record, and the table it prints as."""

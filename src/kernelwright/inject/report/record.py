@@ -1,0 +1,105 @@
+"""What an injection did, as data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...ops.linear import algorithms
+from ..verify.first_sight import Checker, Finding
+
+if TYPE_CHECKING:
+    from ..graphs.graphs import Graphs
+
+
+@dataclass(frozen=True)
+class Line:
+    """Modules of one class at one place of a model ("transformer_blocks.*.norm1"). Either
+    `replaced_by` or `left_alone` says what became of them."""
+
+    component: str
+    where: str
+    kind: str
+    weight: bool | None  # None: it has children, and weights where they have them
+    replaced_by: str | None
+    numerics: str
+    left_alone: str | None
+
+
+@dataclass(eq=False)
+class Record:
+    """What was replaced and by what; what was left alone and why; and, once the model has run,
+    what the comparison with eager showed."""
+
+    target: str
+    numerics: str
+    lines: Counter[Line] = field(default_factory=Counter)
+    checkers: list[Checker] = field(default_factory=list)
+    graphs: list[Graphs] = field(default_factory=list)
+    models: list[Any] = field(default_factory=list)  # weak references
+    planned: bool = False
+
+    def add(self, lines: Mapping[Line, int]) -> None:
+        self.lines.update(lines)
+
+    @property
+    def replaced(self) -> int:
+        """How many modules have a new forward."""
+        return sum(n for line, n in self.lines.items() if line.replaced_by)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Every comparison with eager so far."""
+        return [f for checker in self.checkers for f in checker.findings]
+
+    @property
+    def problems(self) -> list[Finding]:
+        """Where the comparison with eager failed, and eager stays."""
+        return [f for f in self.findings if f.problem]
+
+    @property
+    def unchecked(self) -> list[Finding]:
+        """What is fused although it was not compared with eager."""
+        return [f for f in self.findings if f.unchecked]
+
+    @property
+    def sites(self) -> dict[str, dict[str, int]]:
+        """Fused places by name, and what became of them: {"QK-norm + RoPE": {"fused": 56}}."""
+        counts: dict[str, Counter[str]] = {}
+        last = {f.module: f for f in self.findings}
+        for finding in last.values():
+            for (name, fate), count in finding.sites.items():
+                counts.setdefault(name, Counter())[fate] += count
+        return {name: dict(c) for name, c in counts.items()}
+
+    def count(self, kind: str, component: str | None = None) -> int:
+        """How many replaced modules have a class of this name, in one component or in all."""
+        return sum(
+            n
+            for line, n in self.lines.items()
+            if line.replaced_by
+            and line.kind.rpartition(".")[2] == kind
+            and component in (None, line.component)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "numerics": self.numerics,
+            "planned": self.planned,
+            "replaced": self.replaced,
+            "modules": [{**asdict(line), "count": n} for line, n in self.lines.items()],
+            "sites": self.sites,
+            "problems": [
+                {"module": f.module, "inputs": f.inputs, "problem": f.problem}
+                for f in self.problems
+            ],
+            "unchecked": [
+                {"module": f.module, "inputs": f.inputs, "why": f.unchecked} for f in self.unchecked
+            ],
+            "compared": len(self.findings),
+            "products": [str(decision) for decision in algorithms.decisions()],
+            "graphs": [g.describe() for g in self.graphs],
+        }

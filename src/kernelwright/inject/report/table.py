@@ -1,0 +1,106 @@
+"""How a report looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from ...ops.linear import algorithms
+from .record import Record
+
+
+def render(report: Record) -> Iterator[Any]:
+    from rich.table import Table
+
+    if not report.lines:
+        yield f"{report.target}: nothing in it that the kernels could replace."
+        return
+    table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
+    several = len({line.component for line in report.lines}) > 1
+    for name in (*(["component"] if several else []), "module", "count", "what happens to it"):
+        table.add_column(name, justify="right" if name == "count" else "left")
+    rows: Counter[tuple[str, str, str | None, str | None]] = Counter()
+    for line, count in report.lines.items():
+        rows[line.component, line.kind, line.replaced_by, line.left_alone] += count
+    for (component, kind, does, why), count in sorted(
+        rows.items(), key=lambda item: item[0][2] is None
+    ):
+        cells = [_short(kind), str(count), fate(does, why)]
+        table.add_row(*([component] if several else []), *cells, style=None if does else "dim")
+    yield table
+    yield summary(report)
+    for finding in report.problems:
+        yield f"! {finding.module} at {finding.inputs}: {finding.problem}; that stays eager"
+    for finding in report.unchecked:
+        where = f"{finding.module} at {finding.inputs}"
+        yield f"! {where}: not compared with eager: {finding.unchecked}"
+    if algorithms.decisions():
+        yield f"In this process {algorithms.describe()}."
+    for graphs in report.graphs:
+        yield graphs.describe()
+
+
+def architecture(report: Record) -> Any:
+    """Every place of a model that could be fused, one row each."""
+    from rich.table import Table
+
+    table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
+    for name in ("module", "class", "count", "weight", "what inject does with it"):
+        table.add_column(name, justify="right" if name == "count" else "left")
+    for line, count in report.lines.items():
+        where = ".".join(p for p in (line.component, line.where) if p) or "the model"
+        weight = {True: "yes", False: "no", None: ""}[line.weight]
+        table.add_row(
+            where,
+            _short(line.kind),
+            str(count),
+            weight,
+            fate(line.replaced_by, line.left_alone),
+            style=None if line.replaced_by else "dim",
+        )
+    return table
+
+
+def fate(replaced_by: str | None, left_alone: str | None) -> str:
+    return replaced_by or f"left alone: {left_alone}"
+
+
+def _short(kind: str) -> str:
+    """torch.nn.modules.normalization.RMSNorm -> torch RMSNorm"""
+    return f"{kind.partition('.')[0]} {kind.rpartition('.')[2]}"
+
+
+def summary(report: Record) -> str:
+    verb = "would be replaced" if report.planned else "replaced"
+    text = f"{report.replaced} modules {verb}"
+    findings = report.findings
+    if not findings:
+        return f"{text}; {_not_compared(report)}."
+    compared = [f for f in findings if f.equal is not None]
+    if compared:
+        same = sum(bool(f.equal) for f in compared)
+        text += f"; {same} of {len(compared)} comparisons with eager gave the same bits"
+    errors = [f for f in findings if f.error is not None and f.eager_error]
+    if errors:
+        worst = max(f.error / f.eager_error for f in errors)  # type: ignore[operator]
+        text += f"; error at most {worst:.2f} of eager's in {len(errors)} comparisons"
+    eight_bits = [f.error for f in findings if f.error is not None and f.eager_error is None]
+    if eight_bits:
+        text += f"; {len(eight_bits)} layers in eight bits, off by at most {max(eight_bits):.1%}"
+    misfits = Counter(why for c in report.checkers for why in c.misfits.values())
+    for why, count in misfits.items():
+        text += f"; {count} layers not in eight bits: {why}"
+    if untold := sum(len(c.untold) for c in report.checkers):
+        text += f"; {untold} modules run as they are until they are given more than zeros and NaN"
+    return text + "."
+
+
+def _not_compared(report: Record) -> str:
+    """Why there is nothing to say of comparisons."""
+    if report.planned:
+        return "nothing was changed"
+    models = [m for reference in report.models if (m := reference()) is not None]
+    if any(m._compiled_call_impl is not None for model in models for m in model.modules()):
+        return "compiled: what torch.compile runs is not compared with eager"
+    return "not run yet"

@@ -1,0 +1,119 @@
+"""Rotary tables that depend on nothing but numbers: made once, and kept narrow for the kernels.
+
+A model makes its tables anew at every step, from the size of the picture alone. They are kept by
+those numbers and by the state of the module that made them; one that somebody has written to since
+is made again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ...ops import library
+from ...ops.qk_norm_rope import QK_NORM_ROPE
+from ..graphs.capture import capturing, keep
+from ..runtime.sites import current
+
+LIMIT = 8  # tables of so many sizes are kept
+Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(eq=False)
+class _Entry:
+    tables: Rotary
+    versions: tuple[int, int]
+    narrow: Rotary | None
+
+    @property
+    def untouched(self) -> bool:
+        return self.versions == _versions(self.tables)
+
+
+# every table that is kept, by the id of its cos; an entry that lives keeps that in use
+_kept: WeakValueDictionary[int, _Entry] = WeakValueDictionary()
+
+
+@dataclass
+class Tables:
+    """The tables of one injection."""
+
+    _by_numbers: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def __deepcopy__(self, memo: Any) -> Tables:
+        return Tables()
+
+    def remembered(self, numbers: Hashable, make: Callable[[], Rotary]) -> Rotary:
+        """cos and sin [batch, tokens, width] as `make` makes them from these numbers."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return make()  # tensors of inference mode do not count who writes to them
+        if current.made_under is None:
+            return make()
+        key = numbers, current.made_under
+        with self._lock:
+            entry = self._by_numbers.get(key)
+            if entry is not None and entry.untouched:
+                self._by_numbers.move_to_end(key)
+                return keep(entry.tables)
+        tables = make()
+        if not capturing() and not any(t.requires_grad or t.is_meta for t in tables):
+            entry = _Entry(tables, _versions(tables), _narrowed(tables))
+            with self._lock:
+                self._by_numbers[key] = _kept[id(tables[0])] = entry
+                if len(self._by_numbers) > LIMIT:
+                    self._by_numbers.popitem(last=False)
+        return tables
+
+
+def narrow(tables: Rotary | None) -> Rotary | None:
+    """The same tables as [tokens, width / 2], a quarter or less to read, if they are ours and hold
+    everything twice."""
+    if tables is None or torch.compiler.is_compiling():
+        return tables
+    cos, sin = tables
+    entry = _kept.get(id(cos))
+    if entry is None or entry.tables[0] is not cos or entry.tables[1] is not sin:
+        return tables
+    return tables if entry.narrow is None or not entry.untouched else keep(entry.narrow)
+
+
+def _versions(tables: Rotary) -> tuple[int, int]:
+    return tables[0]._version, tables[1]._version
+
+
+def _narrowed(tables: Rotary) -> Rotary | None:
+    """One column for each pair and one table for the whole batch, if that says the same."""
+    narrow = []
+    for table in tables:
+        first = table[0, :, ::2]
+        if table.ndim != 3 or not torch.equal(
+            table, first.repeat_interleave(2, -1).expand_as(table)
+        ):
+            return None
+        narrow.append(first.contiguous())
+    return narrow[0], narrow[1]
+
+
+def _turned(*operands: Any) -> tuple[Tensor, Tensor]:
+    query, key, q_weight, k_weight, cos, sin, eps, across_heads, layout, exact, backend = operands
+    cos, sin = narrow((cos, sin)) or (cos, sin)
+    row = query, key, q_weight, k_weight, cos, sin, eps, across_heads, layout
+    return QK_NORM_ROPE(*row, exact=exact or None, backend=backend or None)
+
+
+# `qk_norm_rope` for a graph of torch.compile, which looks for narrow tables when it runs
+QK_NORM_ROPE_KEPT = library.define_unrecorded(
+    "qk_norm_rope_kept",
+    "(Tensor query, Tensor key, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+    "float eps, bool across_heads, str layout, str exact, str backend) -> (Tensor, Tensor)",
+    _turned,
+    QK_NORM_ROPE.library_op,
+)
