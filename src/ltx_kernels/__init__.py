@@ -7,7 +7,8 @@ from kernelwright.ops.adaln import adaln_layernorm, adaln_rmsnorm, adaln_zero
 from kernelwright.ops.glu import geglu, swiglu
 from kernelwright.ops.rmsnorm import rmsnorm, rmsnorm_residual
 from kernelwright.ops.rope import rope_1d, rope_3d, rope_3d_extended
-from ltx_kernels.injection import (
+
+from .injection import (
     OptimizedLTXVideoAttnProcessor,
     inject_optimized_kernels,
     patch_rmsnorm_modules,

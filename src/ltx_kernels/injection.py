@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernelwright.inject.engine import inject
-from ..kernelwright.inject.fusions import Fusions
-from ..kernelwright.inject.identify.norm_kinds import Key, Norm, describe, key
-from ..kernelwright.inject.identify.targets import parts_of
-from ..kernelwright.inject.recipes.ltx import Rotary, attend
-from ..kernelwright.inject.runtime import forwards
+from kernelwright.inject.engine import inject
+from kernelwright.inject.fusions import Fusions
+from kernelwright.inject.identify.norm_kinds import Key, Norm, describe, key
+from kernelwright.inject.identify.targets import parts_of
+from kernelwright.inject.recipes.ltx import Rotary, attend
+from kernelwright.inject.runtime import forwards
 
 
 def inject_optimized_kernels(pipe: Any) -> dict[str, int]:

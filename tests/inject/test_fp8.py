@@ -1,4 +1,4 @@
-"""The tier "fp8": layers in eight bits, each held against its own forward."""
+"""The tier "fp8": layers in fp8, each held against its own forward."""
 
 import copy
 
@@ -46,7 +46,7 @@ def test_a_model_comes_near_and_is_brought_back(name):
     assert not report.problems
     assert all(0.01 < f.error <= MOST_ERROR for f in layers)
     assert 0 < accuracy.error(result, expected) < 0.25
-    assert "layers in eight bits" in report.summary
+    assert "layers in fp8" in report.summary
     kw.restore(model)
     assert same(run(model, inputs), expected)
     assert not left_behind(model)
@@ -84,14 +84,14 @@ def test_a_layer_that_loses_too_much_stays_eager_and_is_named():
     model.blocks[0].weight[0], model.blocks[0].bias[0] = 0, 0
     expected = model(x)
     report = kw.inject(model, numerics="fp8")
-    with pytest.warns(UserWarning, match=r"blocks\.1 .* in eight bits"):
+    with pytest.warns(UserWarning, match=r"blocks\.1 .* in fp8"):
         model(x)
     assert [f.module for f in report.problems] == ["blocks.1"]
     assert accuracy.error(model(x), expected) <= 2 * MOST_ERROR
 
 
 @pytest.mark.parametrize(("off", "kept"), [(0.0739, True), (0.0741, False)])
-@pytest.mark.filterwarnings("ignore:.*in eight bits:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*in fp8:UserWarning")
 def test_a_layer_is_kept_up_to_the_error_that_is_promised(monkeypatch, off, kept):
     model, x = stack(), torch.randn(8, 64)
     expected = model(x)
@@ -250,7 +250,7 @@ def test_if_one_layer_is_refused_none_is_together_with_others(in_a_model):
     (layers, eight, report), x = packed(), torch.randn(8, 64)
     layers[1].weight[:, 0] = 1e7
     x[:, 0] = 1e-9
-    with pytest.warns(UserWarning, match=r"blocks\.1 .* in eight bits"):
+    with pytest.warns(UserWarning, match=r"blocks\.1 .* in fp8"):
         results = eight.together(layers, x)
     assert [f.module for f in report.problems] == ["blocks.1"]
     assert torch.equal(results[1], nn.Linear.forward(layers[1], x))

@@ -14,7 +14,7 @@ from kernelwright import models
 from kernelwright.inject.recipes._recipe import Patch
 from kernelwright.inject.runtime import sites
 from kernelwright.inject.runtime.sites import set_now, site
-from kernelwright.inject.state import module_state
+from kernelwright.inject.state import hooks
 from kernelwright.inject.verify import accuracy
 from kernelwright.inject.verify.first_sight import Checker
 from kernelwright.ops.linear import algorithms
@@ -34,7 +34,7 @@ class Left:
 def as_code_of_a_library(monkeypatch):
     """Code that nobody knows is not run twice."""
     known = {__name__.partition(".")[0]}
-    monkeypatch.setattr(module_state, "LIBRARIES", module_state.LIBRARIES | known)
+    monkeypatch.setattr(hooks, "LIBRARIES", hooks.LIBRARIES | known)
 
 
 class Full(nn.Module):

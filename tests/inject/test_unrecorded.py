@@ -13,9 +13,9 @@ from kernelwright.inject.fusions.compiled_ops import (
     JOINT_NORM,
     JOINT_QK,
     JOINT_RESIDUAL,
+    TOTAL,
     whole,
 )
-from kernelwright.inject.fusions.whole import TOTAL
 from kernelwright.inject.reuse.compiled_prompt_values import OF_TEXT
 from kernelwright.inject.reuse.packed_gemm import CHOSEN, JOINED
 from kernelwright.inject.reuse.rope_tables import QK_NORM_ROPE_KEPT
@@ -117,7 +117,7 @@ def test_a_call_asks_the_dispatcher_only_where_somebody_looks_on(make, monkeypat
         with Seen() as seen:
             expected = op(*args)
         assert seen.names == [op.__name__]
-        monkeypatch.setitem(op._op.__globals__, "_through", None)
+        monkeypatch.setitem(op.direct.__globals__, "_through", None)
         assert equal(op(*args), expected)
 
 
@@ -146,7 +146,7 @@ def test_a_subclass_in_a_list_is_seen_by_the_dispatcher():
 
 def test_arguments_may_be_left_out_and_named(monkeypatch):
     x = rows()
-    monkeypatch.setitem(RMSNORM.unrecorded_op._op.__globals__, "_through", None)
+    monkeypatch.setitem(RMSNORM.unrecorded_op.direct.__globals__, "_through", None)
     assert torch.equal(RMSNORM.unrecorded_op(x), RMSNORM(x, None, 1e-6))
     named = RMSNORM.unrecorded_op(x, eps=0.5, backend="torch")
     assert torch.equal(named, RMSNORM(x, None, 0.5))

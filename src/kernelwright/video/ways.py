@@ -44,8 +44,8 @@ class Way:
         with ExitStack() as stack:
             report = None
             if self.numerics is not None:
-                how = {"numerics": self.numerics, "graphs": self.graphs}
-                report = stack.enter_context(injected(pipe, **how))
+                how = injected(pipe, numerics=self.numerics, graphs=self.graphs)
+                report = stack.enter_context(how)
             if self.compiled:
                 stack.enter_context(_compiled_blocks(pipe.transformer))
             yield report

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ..backends import installed
-from ..bench.results import check_writable
 from ..errors import BadSetting, CannotRun
+from ..measure.results import check_writable
 
 FORMATS = (".mp4", ".gif")
 # x264's constant quality: 0 is lossless, 23 its default, 18 hard to tell from the frames

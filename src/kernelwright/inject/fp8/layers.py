@@ -1,9 +1,9 @@
-"""The tier "fp8": linear layers of a model's blocks as products in eight bits.
+"""The tier "fp8": linear layers of a model's blocks as fp8 GEMMs.
 
-A weight is quantised when its layer first runs, and again if somebody has written to it since; the
-layer keeps its own weight for everything else. The first time a layer runs, its result is held
-against its own forward: if it is off by more than LIMIT, the layer stays as it is, and the report
-says so.
+A weight is quantised when its layer first runs, and again after somebody has written to it; the
+layer keeps its 16-bit weight for everything else. The first time a layer runs, its result is
+compared with its own forward: if it is off by more than LIMIT, the layer stays as it is, and the
+report says so.
 """
 
 from __future__ import annotations
@@ -23,55 +23,56 @@ from ...ops.fp8.reference import ACTIVATIONS
 from ..graphs.capture import capturing, depend, keep
 from ..runtime import forwards, model_run
 from ..runtime.forwards import MARK, hooked
-from ..runtime.input_key import written
+from ..runtime.input_key import in_words
 from ..runtime.sites import Forward, current, tells
-from ..state.module_state import is_plain
+from ..state.hooks import is_plain
 from ..state.tensor_samples import Contents
 from ..verify import accuracy
-from ..verify.first_sight import Checker, Finding
+from ..verify.findings import Finding
+from ..verify.first_sight import Checker
 from .activations import Makers, rows_of
 from .weights import Pack, Quantised, quantise
 
-DOES = "product in eight bits"
+DOES = "fp8 GEMM"
 # Three bits of mantissa leave an error of 2.6% (root mean square) in each operand, 3.7% in their
-# product. Twice that says that rows with outliers have lost their small values.
+# product. Twice that means that outliers in a row have cost its small values.
 LIMIT = 0.074
-# below so many rows a layer makes a modulation or an embedding, which are sensitive and cheap
+# a layer with fewer rows makes a modulation or an embedding: sensitive, and cheap in 16 bits
 ROWS = 64
 NARROWEST = 64
 FIRST_IN_A_GRAPH = "a graph was recorded before it had run once"
 
 
 def unfit(name: str, layer: nn.Linear) -> str | None:
-    """Why a layer of a model is not meant for eight bits, or None if it is."""
+    """Why a layer of a model is not to be quantised, or None if it is."""
     if not any(part.isdigit() for part in name.split(".")):
         return "outside the blocks: first and last layers are sensitive"
     n, k = layer.weight.shape
     if n % fp8.MULTIPLE or k % fp8.MULTIPLE or min(n, k) < NARROWEST:
-        return f"its weight is {n} × {k}, which eight-bit products do not take"
+        return f"its weight is {n} × {k}, which fp8 GEMMs do not take"
     return None
 
 
 def check_device(model: nn.Module) -> None:
-    """Raise an error if the GPU of a model has no products in eight bits."""
+    """Raise an error if the GPU of a model has no fp8 GEMM."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "cuda" and (no := fp8.unsupported(device.index or 0)):
         raise ValueError(f'inject: numerics is "fp8", but {no}; "fused" needs less')
 
 
 @dataclass(eq=False)
-class EightBits:
-    """The layers of one injection."""
+class Fp8Layers:
+    """The quantised layers of one injection."""
 
     checker: Checker
     contents: Contents
     _layers: WeakKeyDictionary[nn.Module, Quantised] = field(default_factory=WeakKeyDictionary)
-    # what makes eight-bit rows for the layers behind it
+    # norms and GELUs that quantise what they return for the layers behind them
     makers: Makers = field(default_factory=Makers)
     _packs: WeakKeyDictionary[nn.Module, Pack] = field(default_factory=WeakKeyDictionary)
     _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
-    def __deepcopy__(self, memo: Any) -> EightBits:
+    def __deepcopy__(self, memo: Any) -> Fp8Layers:
         return self  # copies of a model share their forwards, too
 
     def forward(self) -> Forward:
@@ -90,14 +91,14 @@ class EightBits:
         self.checker.names[layer] = name
 
     def leave(self, layer: nn.Module, why: str) -> None:
-        """Let a layer run as it is."""
+        """Let a layer run in 16 bits."""
         if self._has(layer) and layer not in self._left:
             self._left.add(layer)
             self.checker.misfits[layer] = why
 
     def wanted(self, layer: nn.Module) -> bool:
-        """Whether a layer is to run in eight bits, here and now."""
-        if torch.compiler.is_compiling() or current.eager or not current.eight_bits:
+        """Whether a layer is to run in fp8, here and now."""
+        if torch.compiler.is_compiling() or current.eager or not current.fp8:
             return False
         kept = self._layers.get(layer)
         usable = kept is None or kept.good is not False
@@ -115,8 +116,8 @@ class EightBits:
         up: Tensor | None = None,
         left: Tensor | None = None,
     ) -> Tensor | None:
-        """layer(act(x) * up), or None where that is not for eight bits. With `left`, the layer is
-        given that and the other behind it, joined along the rows."""
+        """layer(act(x) * up) in fp8, or None where it must run in 16 bits. With `left`, the layer's
+        input is the concatenation of that and act(x) * up."""
         if not self.wanted(layer):
             return None
         if why := _misfit(layer, x):
@@ -141,8 +142,8 @@ class EightBits:
         return y
 
     def together(self, layers: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
-        """layer(x) of each as one product, or None where that is not for eight bits: each by
-        itself may be. The results are parts of one tensor."""
+        """layer(x) of each layer as one fp8 GEMM, whose result is split; None where some layer must
+        run in 16 bits: the others may still run in fp8 one by one."""
         if not all(map(self.wanted, layers)) or any(_misfit(m, x) for m in layers):
             return None
         if len({m.bias is None for m in layers}) > 1:
@@ -177,7 +178,7 @@ class EightBits:
     def _first_sight_together(
         self, layers: Sequence[Any], pack: Pack, x: Tensor, results: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """The results, if no layer is refused; else the layers are none together any more."""
+        """The results, if no layer is refused; else these layers no longer share one GEMM."""
         seen = tuple(
             result if k.good else self._first_sight(layer, k, x, result)
             for layer, k, result in zip(layers, pack.layers, results, strict=True)
@@ -186,26 +187,26 @@ class EightBits:
             return seen
         del self._packs[layers[0]]
         for k in pack.layers:
-            if k.good:  # without the memory of those that are refused
+            if k.good:  # a copy, which does not keep the memory of those that are refused
                 k.weight, k.scale = k.weight.clone(), k.scale.clone()
         return tuple(
             layer(x) if k.good else y for layer, k, y in zip(layers, pack.layers, seen, strict=True)
         )
 
     def _first_sight(self, layer: Any, kept: Quantised, x: Tensor, result: Tensor) -> Tensor:
-        """The result in eight bits, or that of the layer's own forward if it is too far off."""
+        """The fp8 result, or that of the layer's own forward if it is too far off."""
         expected = type(layer).forward(layer, x)
         if not tells(expected):
-            return expected  # zeros and NaN prove nothing: look again
+            return expected  # zeros and NaN prove nothing: compare again at the next call
         error = accuracy.error(result, expected)
         kept.good = error <= LIMIT
         problem = None
         if not kept.good:
-            # the weight stays what it is: no memory for a copy that is not used
+            # free the quantised copy, which nobody uses
             kept.weight = kept.scale = torch.empty(0)
-            problem = f"off by {error:.1%} in eight bits" if math.isfinite(error) else "not finite"
+            problem = f"off by {error:.1%} in fp8" if math.isfinite(error) else "not finite"
         name = self.checker.names.get(layer, "a Linear")
-        inputs = written((x,), {})
+        inputs = in_words((x,), {})
         sites = {(DOES, problem or "fused"): 1}
         self.checker.findings.append(
             Finding(name, "Linear", inputs, sites, error=error, problem=problem)
@@ -216,7 +217,7 @@ class EightBits:
 
 
 def _misfit(layer: Any, x: Tensor) -> str | None:
-    """Why this call of a layer is not for eight bits, or None if it is."""
+    """Why this call of a layer must run in 16 bits, or None."""
     weight, bias = layer._parameters.get("weight"), layer.bias
     if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.is_inference():
         return "tensors of a class of their own"
@@ -239,5 +240,5 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
     if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
         return "its dtype changes"
     if not x.is_cuda:
-        return None  # emulated
+        return None  # emulated in PyTorch
     return fp8.problem(x.device, x.dtype, weight.shape, bias)

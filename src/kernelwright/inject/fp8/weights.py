@@ -1,4 +1,4 @@
-"""Weights in eight bits, beside those of their layers: of one layer, and of several together."""
+"""fp8 weights beside the 16-bit ones of their layers: of one layer, and of several packed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..state.tensor_samples import Contents
 
 @dataclass
 class Quantised:
-    """A layer as it was quantised. `good` is None as long as nobody has looked."""
+    """The weight of a layer in fp8. `good` is None until its result was compared."""
 
     made: Made
     weight: Tensor
@@ -24,7 +24,7 @@ class Quantised:
     good: bool | None = None
 
     def is_of(self, layer: Any, contents: Contents) -> bool:
-        """Whether this is the layer's weight still, and nobody has written to it since."""
+        """Whether this is still the layer's weight, and nobody has written to it since."""
         return self.made.holds((layer.weight,), contents.epoch)
 
 
@@ -37,8 +37,8 @@ def quantise(layer: Any, contents: Contents) -> Quantised:
 
 @dataclass
 class Pack:
-    """Layers of one input as one product: their weights one below the other, of which those of
-    the layers are then parts, and a copy of their biases."""
+    """Layers of one input as one GEMM: their fp8 weights in one block, of which each layer's is a
+    slice, and a copy of their biases."""
 
     layers: tuple[Quantised, ...]
     weight: Tensor
@@ -49,7 +49,7 @@ class Pack:
     @staticmethod
     def of(layers: Sequence[Any], quantised: Iterable[Quantised], contents: Contents) -> Pack:
         kept = tuple(quantised)
-        # not every device can join eight-bit floats
+        # not every device can concatenate fp8 tensors
         weight = torch.cat([k.weight.view(torch.uint8) for k in kept]).view(fp8.DTYPE)
         scale = torch.cat([k.scale for k in kept])
         biases = _biases(layers)
@@ -65,7 +65,7 @@ class Pack:
     def is_of(
         self, layers: Sequence[Any], kept: Sequence[Quantised | None], contents: Contents
     ) -> bool:
-        """Whether these layers, as they were quantised last, are the ones, and unchanged."""
+        """Whether this is of these layers, as they were quantised last, and they are unchanged."""
         return (
             len(kept) == len(self.layers)
             and all(a is b for a, b in zip(kept, self.layers, strict=True))

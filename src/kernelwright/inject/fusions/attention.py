@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...library_internals import active_attention_backend, processor_choices
 from ...ops import selection
 from ...ops.attention import attention
 from ...ops.linear import algorithms
@@ -157,11 +158,10 @@ class AttentionPlaces(Places):
         # names, not the module: Dynamo of torch 2.11 cannot import from a package that is lazy
         from diffusers.models.attention_dispatch import (
             AttentionBackendName,
-            _AttentionBackendRegistry,
             dispatch_attention_fn,
         )
 
-        chosen = processor._attention_backend, processor._parallel_config
+        chosen = processor_choices(processor)
 
         def eager() -> Tensor:
             return dispatch_attention_fn(
@@ -172,8 +172,7 @@ class AttentionPlaces(Places):
             return eager()
         if not torch_attends():
             return eager()  # somebody has put another function in the place of PyTorch's
-        active = _AttentionBackendRegistry._active_backend
-        if active != AttentionBackendName.NATIVE:
+        if active_attention_backend() != AttentionBackendName.NATIVE:
             return eager()  # chosen for all models
         if mask is not None and mask.ndim != 4:
             return eager()  # diffusers gives fewer dimensions a meaning of its own
@@ -214,9 +213,9 @@ class AttentionPlaces(Places):
         def eager() -> Tensor:
             return linear(part)
 
-        eight_bits = self.eight_bits is not None and self.eight_bits.wanted(linear)
+        in_fp8 = self.fp8_layers is not None and self.fp8_layers.wanted(linear)
         mixed = torch.is_autocast_enabled(rows.device.type)
-        if eight_bits or mixed or part.is_contiguous() or not is_linear(linear):
+        if in_fp8 or mixed or part.is_contiguous() or not is_linear(linear):
             return eager()
         if linear.bias is None or linear.weight.dtype != rows.dtype or 2 * tokens < rows.shape[1]:
             return eager()

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..fp8.layers import EightBits
+from ..fp8.layers import Fp8Layers
 from ..identify import norm_kinds
 from ..identify.norm_kinds import Norm
 from ..reuse.packed_gemm import SameBits
@@ -17,7 +17,7 @@ from ..reuse.prompt_values import Prompts, Shared
 from ..reuse.rope_tables import Tables
 from ..runtime.forwards import hooked
 from ..runtime.sites import NotHere, declined
-from ..state.module_state import is_plain
+from ..state.hooks import is_plain
 from ..state.tensor_samples import Contents
 
 Part = Tensor | None
@@ -34,7 +34,7 @@ class Places:
     norms: dict[norm_kinds.Key, Norm | str]
     tables: Tables = field(default_factory=Tables)
     prompts: Prompts = field(init=False)
-    eight_bits: EightBits | None = None
+    fp8_layers: Fp8Layers | None = None
     contents: Contents = field(default_factory=Contents)
     masks: Shared = field(default_factory=Shared)
     modulations: Shared = field(default_factory=Shared)

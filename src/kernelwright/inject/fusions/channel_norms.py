@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...ops.channel_norm import CHANNEL_NORM, problem
 from ..identify.norm_kinds import Norm
 from ..runtime.sites import declined, site
-from ..state.module_state import is_plain
+from ..state.hooks import is_plain
 from .base import Part, Places, hooked_now, modulated
 
 NOT_EXACT = "no kernel sums over channels in the order that eager does"

@@ -14,7 +14,7 @@ from ...ops.gelu import GELU
 from ...ops.glu import GEGLU, SILU_MUL
 from ...ops.linear import algorithms, linear_gelu
 from ..runtime.sites import current, declined, site
-from ..state.module_state import is_plain
+from ..state.hooks import is_plain
 from .base import CHANGES_DTYPE, Places, hooked_now, is_linear
 from .compiled_ops import GELU_BESIDE, gelu_beside
 from .projections import in_turn, may_go_around, product
@@ -30,7 +30,7 @@ class FeedForwardPlaces(Places):
     def feed_forward(self, module: Any, x: Tensor) -> Tensor:
         """diffusers' FeedForward: Linear and GELU in one module, then the other layers."""
         first, *others = module.net
-        if (y := self._eight_bit_feed_forward(module, x)) is not None:
+        if (y := self._fp8_feed_forward(module, x)) is not None:
             return y
         if hooked_now(first):
             declined("GELU", "a hook wants to see the activation being called")
@@ -46,9 +46,9 @@ class FeedForwardPlaces(Places):
         if self._may_split(last, left, linear, x):
             return self._split_linear(last, left, linear, gelu, x)
         y = product(linear, x)
-        if self.eight_bits is not None and left.dtype == y.dtype:
+        if self.fp8_layers is not None and left.dtype == y.dtype:
             activation = "gelu_tanh" if gelu.approximate == "tanh" else "gelu"
-            if (result := self.eight_bits(last, y, activation, left=left)) is not None:
+            if (result := self.fp8_layers(last, y, activation, left=left)) is not None:
                 return result
 
         def eager() -> Tensor:
@@ -73,7 +73,7 @@ class FeedForwardPlaces(Places):
             return False
         if torch.compiler.is_compiling() and not may_go_around((last, linear)):
             return False
-        if self.eight_bits is not None and self.eight_bits.wanted(last):
+        if self.fp8_layers is not None and self.fp8_layers.wanted(last):
             return False
         if torch.is_autocast_enabled(x.device.type):  # which leaves an addition in place alone
             return False
@@ -103,8 +103,8 @@ class FeedForwardPlaces(Places):
     ) -> Tensor:
         """GELU in the epilogue of the product where rounding may change, otherwise by itself."""
         plain = is_linear(linear)
-        eight_bits = self.eight_bits is not None and self.eight_bits.wanted(linear)
-        if not self.exact and not eight_bits:
+        in_fp8 = self.fp8_layers is not None and self.fp8_layers.wanted(linear)
+        if not self.exact and not in_fp8:
             if plain:
                 return site(
                     "linear + GELU",
@@ -125,23 +125,23 @@ class FeedForwardPlaces(Places):
         exact, backend = self._how(y, "torch")
         return GELU(y, tanh, out=out, exact=exact, backend=backend)
 
-    def _eight_bit_feed_forward(self, module: Any, x: Tensor) -> Tensor | None:
+    def _fp8_feed_forward(self, module: Any, x: Tensor) -> Tensor | None:
         """The same in eight bits: GELU together with the step to them."""
-        if self.eight_bits is None or not self.eight_bits.wanted(module.net[0].proj):
+        if self.fp8_layers is None or not self.fp8_layers.wanted(module.net[0].proj):
             return None
         first, *between, last = module.net
         rows = first.proj(x)
         y = None
         if not hooked_now(first) and _pass_through(between):
-            y = self.eight_bits(last, rows, "gelu_tanh" if first.approximate == "tanh" else "gelu")
+            y = self.fp8_layers(last, rows, "gelu_tanh" if first.approximate == "tanh" else "gelu")
         if y is None:
             y = in_turn((*between, last), first.gelu(rows))
         return y
 
     def swiglu_linear(self, linear: Any, activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
         """linear(SiLU(gate) * up)"""
-        if self.eight_bits is not None and not hooked_now(activation) and gate.shape == up.shape:
-            y = self.eight_bits(linear, gate, "silu", up)
+        if self.fp8_layers is not None and not hooked_now(activation) and gate.shape == up.shape:
+            y = self.fp8_layers(linear, gate, "silu", up)
             if y is not None:
                 return y
         return product(linear, self.swiglu(activation, gate, up))

@@ -179,11 +179,11 @@ class NormPlaces(ChannelPlaces):
 
     def _makers(self, x: Tensor) -> Makers | None:
         """What runs a place so that it can make eight-bit rows too, if layers may want any."""
-        if torch.compiler.is_compiling() or self.eight_bits is None or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self.fp8_layers is None or torch.is_grad_enabled():
             return None
         if self.backend == "cuda" or (x.is_cuda and fp8.unsupported(x.device.index or 0)):
             return None
-        return self.eight_bits.makers
+        return self.fp8_layers.makers
 
 
 def added(residual: Tensor, x: Tensor, gate: Part, wide: bool) -> Tensor:

@@ -12,7 +12,7 @@ from ...ops.linear import algorithms
 from ..reuse import packed_gemm, packed_weights
 from ..runtime.forwards import hooked
 from ..runtime.sites import declined, site
-from ..state.module_state import all_modules_hooked, is_plain
+from ..state.hooks import all_modules_hooked, is_plain
 from .base import Places
 
 QKV = "QKV in one product"
@@ -32,8 +32,8 @@ class ProjectionPlaces(Places):
 
         if torch.compiler.is_compiling():
             return self._traced(x, layers) if self._may_trace(x, layers) else eager()
-        if self.eight_bits is not None:
-            eight = None if all_modules_hooked() else self.eight_bits.together(layers, x)
+        if self.fp8_layers is not None:
+            eight = None if all_modules_hooked() else self.fp8_layers.together(layers, x)
             return eager() if eight is None else eight
         if not may_go_around(layers):
             declined(name, "an adapter or a hook is on one of its layers")
@@ -55,7 +55,7 @@ class ProjectionPlaces(Places):
     def _may_trace(self, x: Tensor, layers: Sequence[Any]) -> bool:
         """Whether these layers, as a graph is traced, are one op of it: what is asked here is what
         Dynamo guards, so it is asked again when it changes."""
-        if self.eight_bits is not None or not may_go_around(layers):
+        if self.fp8_layers is not None or not may_go_around(layers):
             return False
         weights = [layer.weight for layer in layers]
         if type(x) is not Tensor or any(type(w) is not nn.Parameter for w in weights):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..identify import norm_kinds
 from ..reuse.compiled_prompt_values import OF_TEXT
 from ..runtime.forwards import hooked
-from ..state.module_state import is_plain
+from ..state.hooks import is_plain
 from .projections import ProjectionPlaces
 
 
@@ -25,9 +25,9 @@ class TextPlaces(ProjectionPlaces):
             return make()
         if not all(is_plain(m, nn.Linear) or norm_kinds.key(m) in self.norms for m in layers):
             return make()
-        if self.eight_bits is not None:
+        if self.fp8_layers is not None:
             for layer in layers:
-                self.eight_bits.leave(layer, "made once a prompt")
+                self.fp8_layers.leave(layer, "made once a prompt")
         return self.prompts.once(owner, text, layers, make)
 
     def text_products(self, text: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -10,9 +9,17 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ..state.module_state import State, effect_of, hooks_of
+from ...backends.torch_internals import DROPOUT
+from ...library_internals import (
+    accelerate_moves_weights,
+    collects_outputs,
+    peft_children,
+    peft_layers,
+    peft_scales,
+)
+from ..state.hooks import effect_of, hooks_of
+from ..state.module_state import State
 from .buffers import TENSOR_TYPES
-from .key import OUTPUT_HOOKS
 
 WEIGHT_TYPES = frozenset(TENSOR_TYPES)
 # no block of a transformer has fewer weights than this
@@ -33,7 +40,7 @@ class Watch:
         inner = [m for m in modules if m is not model]
         self._state = State(model)
         self._holders = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        self._adapters = _instances(inner, "peft.tuners.tuners_utils", "BaseTunerLayer")
+        self._adapters = peft_layers(inner)
         self._scales = _scales(self._adapters)
         idle = _modes_without_effect(self._adapters)
         self._training = any(m.training for m in inner if m not in idle)
@@ -128,39 +135,18 @@ def _layout(weights: list[Tensor]) -> tuple[list, ...] | None:
 
 def _hook_of(module: nn.Module) -> str | None:
     """A hook that does something around the call of a module, in words."""
-    if not all(_collects_outputs(hook) for hooks in hooks_of(module) for hook in hooks.values()):
+    # hidden states that a model of transformers collects are results of the graph like any other
+    if not all(collects_outputs(hook) for hooks in hooks_of(module) for hook in hooks.values()):
         return f"a hook on {type(module).__name__}"
-    if name := _moves_weights(vars(module).get("_hf_hook")):
+    if name := accelerate_moves_weights(module):
         return f"{name} on {type(module).__name__}"
     return None
-
-
-def _collects_outputs(hook: Any) -> bool:
-    """Whether it is how a model of transformers comes by the hidden states it returns. They are
-    results of the graph like any other."""
-    return getattr(hook, "__module__", None) == OUTPUT_HOOKS
-
-
-def _moves_weights(hook: Any) -> str | None:
-    """The name of an accelerate hook, unless it only brings inputs to where the weights stay."""
-    if hook is None:
-        return None
-    name = type(hook).__name__
-    if name == "SequentialHook":
-        return next(filter(None, map(_moves_weights, hook.hooks)), None)
-    return None if name == "AlignDevicesHook" and not hook.offload else name
-
-
-def _instances(modules: list[nn.Module], place: str, name: str) -> list[nn.Module]:
-    """The modules of a class of another library, of which there are none before it is imported."""
-    kind = getattr(sys.modules.get(place), name, None)
-    return [] if kind is None else [m for m in modules if isinstance(m, kind)]
 
 
 def _scales(adapters: list[nn.Module]) -> list[float]:
     """Scales of adapters that are tensors on the CPU, as peft has them for hot-swapping: a capture
     reads their values."""
-    scales = (s for a in adapters for s in (vars(a).get("scaling") or {}).values())
+    scales = (s for a in adapters for s in peft_scales(a))
     return [float(s) for s in scales if isinstance(s, Tensor) and s.device.type == "cpu"]
 
 
@@ -169,6 +155,5 @@ def _modes_without_effect(layers: list[nn.Module]) -> set[nn.Module]:
     its new modules in training mode, and only dropout among them cares."""
     found: set[nn.Module] = set()
     for layer in layers:
-        added = (child for name, child in layer.named_children() if name != "base_layer")
-        found.update((layer,), *(child.modules() for child in added))
-    return {m for m in found if not isinstance(m, nn.modules.dropout._DropoutNd)}
+        found.update((layer,), *(child.modules() for child in peft_children(layer)))
+    return {m for m in found if not isinstance(m, DROPOUT)}

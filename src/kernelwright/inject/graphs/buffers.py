@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ...backends.torch_internals import pytree
 
 PLAIN_TYPES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 TENSOR_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)

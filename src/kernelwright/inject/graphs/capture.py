@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ...backends.torch_internals import pytree
 from ..runtime.random_draws import of as drawn
 from ..state.tensor_samples import Answer, compared, copied, samples, told, unchanged
 from .buffers import Refusal, Results, Room

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ..state.module_state import all_modules_hooked
+from ...backends import torch_internals
+from ...backends.torch_internals import pytree
+from ...library_internals import collecting_outputs
+from ..state.hooks import all_modules_hooked
 from ..state.switches import switches
 from .buffers import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_no_container, is_simple
-
-# where transformers has the hooks by which models collect what their layers return
-OUTPUT_HOOKS = "transformers.utils.output_capturing"
 
 
 class Call:
@@ -72,24 +70,19 @@ _VALUES = frozenset(PLAIN_TYPES) - {float, complex}
 
 def check_surroundings() -> None:
     """Refuse where something looks on at every operation, which a replay would hide from it."""
-    if torch._C._len_torch_dispatch_stack():
+    if torch_internals.dispatch_modes():
         raise Refusal("inside a dispatch mode")
-    if torch._C._len_torch_function_stack():
-        from torch.overrides import _get_current_function_mode_stack
-        from torch.utils._device import DeviceContext
-
-        if not all(isinstance(m, DeviceContext) for m in _get_current_function_mode_stack()):
-            raise Refusal("inside a torch function mode")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch_internals.function_modes() and not torch_internals.only_default_devices():
+        raise Refusal("inside a torch function mode")
+    if torch_internals.in_functorch():
         raise Refusal("inside a function transform")
-    if torch.autograd.forward_ad._current_level >= 0:
+    if torch_internals.in_forward_ad():
         raise Refusal("forward-mode gradients are recorded")
     if torch.jit.is_tracing():
         raise Refusal("inside torch.jit.trace")
     if all_modules_hooked():
         raise Refusal("a hook on all modules")
-    collector = getattr(sys.modules.get(OUTPUT_HOOKS), "_active_collector", None)
-    if collector is not None and collector.get():
+    if collecting_outputs():
         raise Refusal("inside a model that collects what its layers return")
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from ...backends.torch_internals import pytree, view_base
 
 
 class _Running(threading.local):
@@ -26,7 +27,7 @@ _running = _Running()
 
 def root(t: Tensor) -> Tensor:
     """The tensor that a view is a view of."""
-    return t if t._base is None else t._base
+    return view_base(t)
 
 
 def current() -> Prelude | None:

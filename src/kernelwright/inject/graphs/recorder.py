@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ...backends import torch_internals
+
 # other threads may go on allocating while one captures
 ERROR_MODE = "thread_local"
 
@@ -133,8 +135,8 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
         graph.capture_end()
     except RuntimeError:
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
+            torch_internals.end_allocating_to_pool(device.index, pool)
+            torch_internals.release_pool(device.index, pool)
         with suppress(RuntimeError):
             # for the generator, one that ends well is the end of the failed one too
             _capture_little(None)

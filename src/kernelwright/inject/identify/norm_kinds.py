@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ...ops.row.reference import eager_norm
 from ...ops.selection import given
-from ..state.module_state import PLAIN_FORWARDS, State
+from ..state.hooks import PLAIN_FORWARDS
+from ..state.module_state import State
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

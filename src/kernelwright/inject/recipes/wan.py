@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...library_internals import processor_choices
 from ..fusions import QKV, Fusions
 from ..fusions.compiled_ops import total
 from ..fusions.projections import in_turn
@@ -97,7 +98,7 @@ def is_plain(attn: Any, context: Tensor | None) -> bool:
     return (
         type(attn.processor) is class_of(f"{MODULE}.WanAttnProcessor")
         and not attn.fused_projections
-        and (context is None or attn.processor._parallel_config is None)
+        and (context is None or processor_choices(attn.processor)[1] is None)
     )
 
 

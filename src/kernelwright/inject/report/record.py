@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...ops.linear import algorithms
-from ..verify.first_sight import Checker, Finding
+from ..verify.findings import Finding
+from ..verify.first_sight import Checker
 
 if TYPE_CHECKING:
     from ..graphs.graphs import Graphs

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from ...backends.torch_internals import is_compiled
 from ...ops.linear import algorithms
 from .record import Record
 
@@ -85,12 +86,12 @@ def summary(report: Record) -> str:
     if errors:
         worst = max(f.error / f.eager_error for f in errors)  # type: ignore[operator]
         text += f"; error at most {worst:.2f} of eager's in {len(errors)} comparisons"
-    eight_bits = [f.error for f in findings if f.error is not None and f.eager_error is None]
-    if eight_bits:
-        text += f"; {len(eight_bits)} layers in eight bits, off by at most {max(eight_bits):.1%}"
+    in_fp8 = [f.error for f in findings if f.error is not None and f.eager_error is None]
+    if in_fp8:
+        text += f"; {len(in_fp8)} layers in fp8, off by at most {max(in_fp8):.1%}"
     misfits = Counter(why for c in report.checkers for why in c.misfits.values())
     for why, count in misfits.items():
-        text += f"; {count} layers not in eight bits: {why}"
+        text += f"; {count} layers not in fp8: {why}"
     if untold := sum(len(c.untold) for c in report.checkers):
         text += f"; {untold} modules run as they are until they are given more than zeros and NaN"
     return text + "."
@@ -101,6 +102,6 @@ def _not_compared(report: Record) -> str:
     if report.planned:
         return "nothing was changed"
     models = [m for reference in report.models if (m := reference()) is not None]
-    if any(m._compiled_call_impl is not None for model in models for m in model.modules()):
+    if any(is_compiled(m) for model in models for m in model.modules()):
         return "compiled: what torch.compile runs is not compared with eager"
     return "not run yet"

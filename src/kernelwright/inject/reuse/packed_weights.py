@@ -10,7 +10,6 @@ moved, swapped or loaded anew is seen, and they are packed again.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import dlpack
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from ...backends import torch_internals
 from ..graphs import buffers
 from ..graphs.capture import capturing, relocated
 
@@ -104,8 +104,8 @@ def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> 
         return "its dtype or device changes"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
         return "gradients are recorded"
-    mixed = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
-    if mixed or torch._C._is_tracing():
+    mixed = torch_internals.any_autocast() and torch.is_autocast_enabled(x.device.type)
+    if mixed or torch_internals.in_jit_trace():
         return "its weights are read in another way"
     blocks = _blocks(group, weights + biases)
     if blocks is None or not group.settled:
@@ -128,22 +128,11 @@ def not_now(device: torch.device) -> str | None:
     """Why no weight may be given other memory at this moment."""
     if capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return "a graph was recorded before it had run once"
-    if torch._C._len_torch_dispatch_stack():
+    if torch_internals.dispatch_modes():
         return "something looks on at every operation"
-    if _warms_up(device):
+    if torch_internals.warms_up_cudagraphs(device):
         return "torch.compile is about to record a graph"
     return None
-
-
-def _warms_up(device: torch.device) -> bool:
-    """Whether Inductor runs what it will record ("reduce-overhead"), on a stream of its own: all
-    memory that is taken now belongs to its graph."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or device.type != "cuda":
-        return False
-    containers = getattr(trees.local, "tree_manager_containers", {})
-    manager = getattr(containers.get(device.index or 0), "tree_manager", None)
-    return manager is not None and manager.stream == torch.cuda.current_stream(device)
 
 
 def _facts(weights: list[Any]) -> Any:
@@ -231,7 +220,7 @@ def _is_alone(weight: Any) -> bool:
     storage = weight.untyped_storage()
     whole = storage.nbytes() == weight.nbytes > 0
     # one use is the weight, the other the name `storage`
-    return whole and torch._C._storage_Use_Count(storage._cdata) == 2
+    return whole and torch_internals.storage_uses(storage._cdata) == 2
 
 
 def _make_room(weight: Any) -> None:

@@ -7,26 +7,27 @@ the innermost, so hooks keep working whichever came first, and undo finds ours w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from ..state.module_state import MARK, is_ours
-from ..state.module_state import is_hooked as hooked
+from ...library_internals import forward_slots
+from ..state.hooks import MARK, is_ours
+from ..state.hooks import is_hooked as hooked
 
 __all__ = ["MARK", "class_forward", "current", "hooked", "is_ours", "put", "remove", "why_not"]
 
 
 def current(module: nn.Module) -> Callable[..., Any] | None:
     """Our forward of this module, if it has one."""
-    return next((f for _, _, f in _slots(module) if is_ours(f)), None)
+    return next((f for _, _, f in forward_slots(module) if is_ours(f)), None)
 
 
 def why_not(module: nn.Module) -> str | None:
     """Why the forward of this module cannot be replaced, or None if it can."""
-    slots = list(_slots(module))
+    slots = list(forward_slots(module))
     if not slots:
         return None
     for _, _, forward in slots:
@@ -41,14 +42,12 @@ def why_not(module: nn.Module) -> str | None:
 def put(module: nn.Module, function: Callable[..., Any]) -> None:
     """Make `function(module, ...)` the innermost forward."""
     forward = MethodType(function, module)
-    slots = [
-        (holder, name) for holder, name, f in _slots(module) if is_ours(f) or _is_own(module, f)
-    ]
-    for holder, name in slots:
+    found = [slot for slot in forward_slots(module) if is_ours(slot[2]) or _is_own(module, slot[2])]
+    for holder, name, _ in found:
         _write(holder, name, forward)
-    if not slots and "forward" not in module.__dict__:  # what somebody put there since stays
+    if not found and "forward" not in module.__dict__:  # what somebody put there since stays
         module.__dict__["forward"] = forward
-    elif not slots:
+    elif not found:
         return
     if type(module).forward is not getattr(function, "__wrapped__", None):
         module.__dict__.setdefault(LAST, Held(type(module).forward))
@@ -89,7 +88,7 @@ class Held:
 def remove(module: nn.Module) -> bool:
     """Bring back the forward of the class; True if there was one of ours."""
     found = False
-    for holder, name, forward in list(_slots(module)):
+    for holder, name, forward in list(forward_slots(module)):
         if not is_ours(forward):
             continue
         found = True
@@ -110,18 +109,6 @@ def _is_own(module: nn.Module, forward: Any) -> bool:
         and forward.__self__ is module
         and forward.__func__ is type(module).forward
     )
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """(holder, name, value) of every place that holds a forward of this module."""
-    for name in ("forward", "_old_forward"):
-        if name in module.__dict__:
-            yield module.__dict__, name, module.__dict__[name]
-    registry = module.__dict__.get("_diffusers_hook")
-    for reference in getattr(registry, "_fn_refs", ()):
-        for name in ("forward", "original_forward"):
-            if (value := getattr(reference, name, None)) is not None:
-                yield reference, name, value
 
 
 def _write(holder: Any, name: str, value: Any) -> None:

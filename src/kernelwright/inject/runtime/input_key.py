@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ...backends.torch_internals import pytree
 
 PLAIN = (Tensor, bool, int, float, str, type(None))
 
@@ -46,7 +47,7 @@ def on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(v, Tensor) and v.is_meta for v in leaves)
 
 
-def written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def in_words(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The first tensor of a call in words."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

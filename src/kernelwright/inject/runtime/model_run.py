@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ..state.module_state import State, base_layers, memory_of
+from ..state.hooks import base_layers, memory_of
+from ..state.module_state import State
 from ..state.switches import switches
 from ..state.tensor_samples import Contents
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ...backends.torch_internals import pytree
 
 
 def so_far(args: Any, kwargs: Any) -> list[bytes]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ...backends.torch_internals import pytree
 
 Forward = Callable[..., Any]
 NOTHING: dict[Any, Any] = {}
@@ -31,7 +32,7 @@ class _Pass(threading.local):
     inside = False  # inside a forward of ours: what is called from it needs no check of its own
     members: frozenset[int] = frozenset()  # the modules that this is about, by id
     comparing = False  # try each site against eager
-    eight_bits = True  # off while a module is held to what "fused" promises
+    fp8 = True  # off while a module is held to what "fused" promises
     made_under: Any = None  # state and signature that hold for what is made now
     off: dict[str, str] = NOTHING  # sites of the running module that stay eager, and why
     off_inside: Mapping[int, dict[str, str]] = NOTHING  # the same of all modules inside it, by id

@@ -12,32 +12,27 @@ loops to builtins: about 0.4 us a module. Nothing here holds on to the module it
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from itertools import chain
 from operator import is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
+from torch import nn
+
+from ...library_internals import HOOK_ATTRIBUTES
+from .class_code import code_of
+from .hooks import has_settings, hooks_of, inside_adapters
 
 COMMON = frozenset(vars(nn.Module()))  # what every module has
-FORWARDS = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type, slice),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
 )
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 CONTAINERS = (list, dict, set)
-NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
-# libraries whose modules compute and remember nothing, unless an argument or a hook does
-LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "accelerate", "kernelwright"))
-MARK = "__kernelwright__"  # the attribute by which a forward of ours is known
 
 
 class State:
@@ -49,7 +44,7 @@ class State:
 
     def __init__(self, root: nn.Module, adapters: bool = True) -> None:
         modules = [m for m in root.modules() if isinstance(m._modules, dict)]
-        opaque = set() if adapters else set(_inside_adapters(modules))
+        opaque = set() if adapters else set(inside_adapters(modules))
         inner = [m for m in modules if m is not root]
         children = [m._modules for m in modules]
         weights = [d for m in modules if m not in opaque for d in (m._parameters, m._buffers)]
@@ -66,7 +61,9 @@ class State:
         self._kinds = _kinds(self._holders)
         self._root = _Attributes(vars(root))
         self._names = [vars(m) for m in inner]
-        described = [_Attributes(vars(m), only=FORWARDS if m in opaque else None) for m in inner]
+        described = [
+            _Attributes(vars(m), only=HOOK_ATTRIBUTES if m in opaque else None) for m in inner
+        ]
         self._sizes = [a.size for a in described]
         self._plain = [(n, a.get) for n, a in zip(self._names, described, strict=True)]
         self._plain_values = [a.values for a in described]
@@ -134,7 +131,7 @@ class _Attributes:
                 plain.append(name)
                 continue
             self.other.append((name, _Other(value)))
-            if name not in FORWARDS and _has_settings(value):
+            if name not in HOOK_ATTRIBUTES and has_settings(value):
                 self.objects.append(value)
         self.size: int | None = len(names)
         self.plain = plain
@@ -201,148 +198,6 @@ class _Settings:
         )
 
 
-class Code:
-    """The functions of a class, and those that its forward calls by name, as they were."""
-
-    def __init__(self, kind: type) -> None:
-        classes = [k for k in kind.__mro__ if k not in (nn.Module, object)]
-        self._dicts = [(vars(k), dict(vars(k))) for k in classes]
-        found = [vars(k).get(n) for k in classes for n in ("forward", "__call__")]
-        functions = [f for f in found if isinstance(f, FunctionType)]
-        self._called = [
-            (f.__globals__, name, f.__globals__[name])
-            for f in functions
-            for name in f.__code__.co_names
-            if isinstance(f.__globals__.get(name), FUNCTIONS)
-        ]
-
-    def holds(self) -> bool:
-        return all(now == then for now, then in self._dicts) and all(
-            names.get(name) is then for names, name, then in self._called
-        )
-
-
-_codes: WeakKeyDictionary[type, list[Code]] = WeakKeyDictionary()
-
-
-def code_of(kind: type) -> Code:
-    """The code of a class as it is now: the same object as long as it stays, and again when a
-    patch of the class is taken off."""
-    known = _codes.setdefault(kind, [])
-    found = next((code for code in known if _holds(code)), None)
-    if found is None:
-        found = Code(kind)
-        known[:] = [found, *known[:3]]
-    return found
-
-
-def _holds(code: Code) -> bool:
-    try:
-        return code.holds()
-    except (RuntimeError, ValueError, TypeError):
-        return False
-
-
-def hooks_of(module: nn.Module) -> Iterator[dict]:
-    """Everything registered on a module that wants to see it being called."""
-    own = vars(module)
-    yield from (own[name] for name in HOOKS)
-    if (registry := own.get("_diffusers_hook")) is not None:
-        yield registry.hooks
-
-
-def is_ours(forward: Any) -> bool:
-    return isinstance(forward, MethodType) and hasattr(forward.__func__, MARK)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether something wants to see this module being called: then call it, do not go around."""
-    own = vars(module)
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-        return True
-    if own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        return True
-    if "_hf_hook" in own or "_diffusers_hook" in own:
-        return True
-    return "forward" in own and not is_ours(own["forward"])
-
-
-def all_modules_hooked() -> bool:
-    """Whether a hook wants to see every module of the process being called."""
-    hooks = global_hooks
-    return bool(
-        hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-    )
-
-
-# as PyTorch has them: somebody may put another forward on a class
-PLAIN_KINDS = (nn.Linear, nn.GELU, nn.SiLU, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
-PLAIN_FORWARDS = {kind: kind.forward for kind in PLAIN_KINDS}
-
-
-def is_plain(module: Any, kind: type[nn.Module]) -> bool:
-    """Whether a module is PyTorch's own, of no subclass, and computes as PyTorch has it."""
-    return type(module) is kind and kind.forward is PLAIN_FORWARDS[kind]
-
-
-def memory_of(root: nn.Module) -> str | None:
-    """Why a module must not be run twice where eager runs it once, or None if it may: something
-    inside it is, or may be, told of every run."""
-    for module in root.modules():
-        if module is not root and is_hooked(module):
-            return f"a hook or another forward on {type(module).__name__}"
-        if not _is_of_libraries(type(module).forward):
-            return f"code of {type(module).__module__} in {type(module).__name__}"
-        if effect := effect_of(module):
-            return effect
-    return None
-
-
-def effect_of(module: nn.Module) -> str | None:
-    """What somebody has put into a module of a library that may do more than compute."""
-    name, own = type(module).__name__, vars(module)
-    if "forward" in own and not is_ours(own["forward"]) and not _is_of_hooks(own):
-        return f"another forward on {name}"
-    of_library = type(module).__module__.partition(".")[0] in LIBRARIES
-    if of_library and not _is_of_libraries(type(module).forward):
-        return f"another forward on the class {name}"
-    for key, value in own.items():
-        called = key not in FORWARDS and _has_settings(value) and callable(value)
-        if called and not _is_of_libraries(type(value).__call__):
-            return f"a {type(value).__name__} on {name}"
-    return None
-
-
-def _is_of_hooks(own: dict[str, Any]) -> bool:
-    """Whether a forward is one by which accelerate or diffusers call their hooks."""
-    return "_hf_hook" in own or "_diffusers_hook" in own
-
-
-def _is_of_libraries(function: Any) -> bool:
-    place = getattr(function, "__globals__", {}).get("__name__") or getattr(
-        function, "__module__", None
-    )
-    return (place or "").partition(".")[0] in LIBRARIES
-
-
-def _inside_adapters(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Layers of peft, and all that is in them: they are always called, never read."""
-    kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
-    if kind is not None:
-        for module in modules:
-            if isinstance(module, kind):
-                yield from module.modules()
-
-
-def base_layers(root: nn.Module) -> set[int]:
-    """The ids of layers that an adapter has been put around."""
-    inner = (m._modules.get("base_layer") for m in root.modules())
-    return {id(layer) for layer in inner if layer is not None}
-
-
 def _values(dicts: Iterable[dict]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
@@ -373,9 +228,3 @@ def _copied(value: Any) -> Any:
     else:
         return None
     return [v for v in value if _is_plain(v)]
-
-
-def _has_settings(value: Any) -> bool:
-    """Whether an attribute is an object that may decide what a forward does: a processor of
-    diffusers, a config of transformers, an activation that is no module."""
-    return hasattr(value, "__dict__") and not isinstance(value, NO_SETTINGS)

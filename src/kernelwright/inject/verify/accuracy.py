@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ...backends.torch_internals import pytree
 from ..runtime.forwards import hooked
 from .float32_run import Truth, widened
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from ...backends.torch_internals import pytree
 
 SCORES = 2**25  # scores of attention at a time: 128 MiB, and as much again for their softmax
 

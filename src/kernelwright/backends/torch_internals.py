@@ -1,0 +1,195 @@
+"""PyTorch's private names that this library relies on, all of them, under names that explain them.
+
+A name that a later PyTorch takes away does not break `import kernelwright`: calling it raises an
+error that says which one. tests/test_internals.py calls each of them and fails first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
+from torch.utils import _pytree as pytree
+
+__all__ = ["forward_ad", "pytree"]
+
+WANTED: dict[str, bool] = {}  # full name of each, and whether this PyTorch has it
+
+
+def _named(path: str, instead: Callable[..., Any] | None = None) -> Any:
+    """The object of this full name; `instead` in a build that leaves it out, such as one without
+    CUDA."""
+    found: Any = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+    if found is not None or instead is not None:
+        WANTED[path] = found is not None or not torch.backends.cuda.is_built()
+        return found if found is not None else instead
+    WANTED[path] = False
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"kernelwright: PyTorch {torch.__version__} has no {path}; use a version that this "
+            f"one was tested with (2.11 to 2.13), or a newer kernelwright"
+        )
+
+    return missing
+
+
+# who looks on at a call, and so has to see every operation of it
+
+dispatch_modes: Callable[[], int] = _named("torch._C._len_torch_dispatch_stack")
+function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
+in_functorch: Callable[[], bool] = _named("torch._C._are_functorch_transforms_active")
+any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
+_jit_state: Callable[[], Any] = _named("torch._C._get_tracing_state")
+_function_mode_stack: Callable[[], list[Any]] = _named(
+    "torch.overrides._get_current_function_mode_stack"
+)
+
+
+def only_default_devices() -> bool:
+    """Whether every torch function mode around this call is a default device."""
+    from torch.utils._device import DeviceContext
+
+    return all(isinstance(mode, DeviceContext) for mode in _function_mode_stack())
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode differentiation is open."""
+    return forward_ad._current_level >= 0
+
+
+def in_jit_trace() -> bool:
+    return _jit_state() is not None
+
+
+def global_module_hooks() -> Iterator[dict[int, Any]]:
+    """The hooks that see every module of the process being called."""
+    yield _module._global_forward_hooks
+    yield _module._global_forward_pre_hooks
+    yield _module._global_backward_hooks
+    yield _module._global_backward_pre_hooks
+
+
+# the switches by which a person decides, beside the operands of a call, which kernel PyTorch runs;
+# torch.backends has public properties for most, which take four times as long to read
+
+_fp16_accumulation = _named("torch._C._get_cublas_allow_fp16_accumulation")
+_fp16_reduction = _named("torch._C._get_cublas_allow_fp16_reduced_precision_reduction")
+_bf16_reduction = _named("torch._C._get_cublas_allow_bf16_reduced_precision_reduction")
+_blas_library = _named("torch._C._get_blas_preferred_backend")
+_fp32_precision = _named("torch._C._get_fp32_precision_getter")
+_sm_carveout = _named("torch._C._get_sm_carveout_experimental")
+_tunable_gemm = _named("torch._C._cuda_tunableop_is_enabled", bool)
+_cudnn_attention = _named("torch._C._get_cudnn_sdp_enabled")
+_flash_attention = _named("torch._C._get_flash_sdp_enabled")
+_efficient_attention = _named("torch._C._get_mem_efficient_sdp_enabled")
+_math_attention = _named("torch._C._get_math_sdp_enabled")
+_math_reduction = _named("torch._C._get_math_sdp_allow_fp16_bf16_reduction")
+_attention_order = _named("torch._C._get_sdp_priority_order")
+_cudnn = _named("torch._C._get_cudnn_enabled")
+_cudnn_benchmark = _named("torch._C._get_cudnn_benchmark")
+_cudnn_deterministic = _named("torch._C._get_cudnn_deterministic")
+
+
+def attention_kernels() -> tuple[bool, bool, bool]:
+    """Whether cuDNN's, the flash and the memory-efficient attention are allowed."""
+    return _cudnn_attention(), _flash_attention(), _efficient_attention()
+
+
+def attention_switches() -> tuple[Any, ...]:
+    return (*attention_kernels(), _math_attention(), tuple(_attention_order()), _math_reduction())
+
+
+def gemm_switches() -> tuple[Any, ...]:
+    """Of GEMMs in 16 bits; those in float32 have `float32_switches` too."""
+    return (
+        _fp16_accumulation(),
+        _fp16_reduction(),
+        _bf16_reduction(),
+        _blas_library().value,  # the enumeration itself is slow to hash
+        torch.are_deterministic_algorithms_enabled(),
+        _sm_carveout(),
+        _tunable_gemm(),
+    )
+
+
+def float32_switches() -> tuple[Any, ...]:
+    return _fp32_precision("cuda", "matmul"), _fp32_precision("cuda", "conv")
+
+
+def convolution_switches() -> tuple[Any, ...]:
+    return _cudnn(), _cudnn_benchmark(), _cudnn_deterministic()
+
+
+DROPOUT: type = _named("torch.nn.modules.dropout._DropoutNd")  # of every number of dimensions
+
+# the dispatcher
+
+parse_schema: Callable[[str], Any] = _named("torch._C.parse_schema")
+any_requires_grad: Callable[..., bool] = _named("torch._C._any_requires_grad")
+below_autograd: Callable[[], Any] = _named("torch._C._AutoDispatchBelowAutograd")
+after_autograd: Any = _named("torch._C._after_autograd_keyset")
+# the incoming gradients of torch.autograd.grad(..., is_grads_batched=True)
+is_batched_gradient: Callable[[Tensor], bool] = _named(
+    "torch._C._functorch.is_legacy_batchedtensor"
+)
+
+
+def schema_of(overload: Any) -> Any:
+    return overload._schema
+
+
+# GEMMs that have no public name
+
+scaled_mm: Callable[..., Any] = _named("torch._scaled_mm")
+addmm_activation: Callable[..., Any] = _named("torch._addmm_activation")
+
+# memory and streams
+
+raw_stream: Callable[[int], int] = _named("torch._C._cuda_getCurrentRawStream", lambda device: 0)
+storage_uses: Callable[[int], int] = _named("torch._C._storage_Use_Count")
+end_allocating_to_pool: Callable[..., None] = _named("torch._C._cuda_endAllocateToPool", print)
+release_pool: Callable[..., None] = _named("torch._C._cuda_releasePool", print)
+
+
+def view_base(t: Tensor) -> Tensor:
+    """The tensor that a view is a view of; the tensor itself if it is none."""
+    return t if t._base is None else t._base
+
+
+# torch.compile
+
+
+def mark_constant(function: Any) -> Any:
+    """Have torch.compile take what `function` returns for a constant. torch.compiler's decorator of
+    that purpose sets the same mark, but imports Dynamo and Triton to do so."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Undo `module.compile()`."""
+    module._compiled_call_impl = None
+
+
+def warms_up_cudagraphs(device: torch.device) -> bool:
+    """Whether Inductor runs what it will record ("reduce-overhead"), on a stream of its own: all
+    memory that is allocated now belongs to its graph."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda":
+        return False
+    containers = getattr(trees.local, "tree_manager_containers", {})
+    manager = getattr(containers.get(device.index or 0), "tree_manager", None)
+    return manager is not None and manager.stream == torch.cuda.current_stream(device)

@@ -1,0 +1,224 @@
+"""Which modules of a model get which forward, and what the report says of each."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch import nn
+
+from .fp8.layers import DOES, Fp8Layers, check_device, unfit
+from .fusions import Fusions
+from .identify import norm_kinds
+from .identify.filters import Selection
+from .identify.targets import Part
+from .new_forwards import model_forward, module_forward
+from .recipes._recipe import Chain, Forward, Patch, full_name, recipes
+from .report.record import Line
+from .report.report import Report
+from .runtime import forwards, work_ahead
+from .state.tensor_samples import Contents
+from .verify.first_sight import Checker
+
+if TYPE_CHECKING:
+    from .graphs.graphs import Graphs
+
+NUMERICS = ("exact", "fused", "fp8")
+BACKENDS = ("auto", "torch", "triton", "cuda")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a person wants a model injected; `inject` explains each."""
+
+    numerics: str = "exact"
+    graphs: bool = False
+    only: Any = None
+    skip: Any = None
+    verify: bool = False
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"inject: numerics is {self.numerics!r}, expected one of {NUMERICS}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"inject: backend is {self.backend!r}, expected one of {BACKENDS}")
+        if self.numerics == "exact" and self.backend == "triton":
+            raise ValueError(
+                'inject: backend is "triton", which cannot fix the order of a sum; "exact" needs '
+                '"cuda" or "auto", or choose numerics="fused"'
+            )
+
+
+@dataclass(eq=False)
+class Injection:
+    """One model with the forwards that replace those of its modules."""
+
+    root: ref[nn.Module]
+    checker: Checker
+    forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
+
+    def put(self) -> None:
+        for module, forward in self.forwards:
+            if (found := module()) is not None:
+                forwards.put(found, forward)
+
+    def add(self, module: nn.Module, forward: Forward) -> None:
+        self.forwards.append((ref(module), forward))
+
+    def forward_of(self, module: nn.Module) -> Forward | None:
+        return next((forward for found, forward in self.forwards if found() is module), None)
+
+
+def plan(part: Part, selection: Selection, report: Report, options: Options) -> Injection:
+    """Find a forward for every module of one model, and write into the report what becomes of each.
+    Nothing is changed yet."""
+    return _Plan(part, selection, report, options).made()
+
+
+class _Plan:
+    """The work on one model, job by job."""
+
+    def __init__(self, part: Part, selection: Selection, report: Report, options: Options) -> None:
+        self.part, self.selection, self.report, self.options = part, selection, report, options
+        self.named = dict(part.model.named_modules())
+        self.checker = Checker(options.numerics, options.verify)
+        contents = Contents()
+        quantises = options.numerics == "fp8" and part.denoises
+        self.fp8_layers = Fp8Layers(self.checker, contents) if quantises else None
+        self.fusions = Fusions(
+            options.numerics,
+            None if options.backend == "auto" else options.backend,
+            norm_kinds.survey(self.named.values()),
+            contents=contents,
+            fp8_layers=self.fp8_layers,
+        )
+        self.checker.changed = self.fusions.look_again
+        self.injection = Injection(ref(part.model), self.checker)
+        self.lines: Counter[Line] = Counter()
+
+    def made(self) -> Injection:
+        self._replace_modules()
+        if self.fp8_layers is not None:
+            self._quantise(self.fp8_layers)
+        self._replace_models(self._graphs())
+        self.report.checkers.append(self.checker)
+        self.report.models.append(ref(self.part.model))
+        self.report.add(self.lines)
+        return self.injection
+
+    def _replace_modules(self) -> None:
+        """Give each module that a recipe is for its new forward; those of one class share one."""
+        made: dict[tuple[int, type], Forward] = {}
+        covered: dict[nn.Module, str] = {}
+        for name, module in self.named.items():
+            found, patch, why = _match(module)
+            if not found:
+                continue
+            why = why or self._left_alone(name, module, patch)
+            if why is not None or patch is None:
+                self._note(name, module, None, why)
+                continue
+            for child in patch.covers:
+                if (inner := getattr(module, child, None)) is not None:
+                    covered[inner] = type(module).__name__
+            key = id(patch), type(module)
+            if key not in made:
+                made[key] = module_forward(patch, type(module), self.fusions, self.checker)
+            self.checker.names[module] = self.part.path(name)
+            work_ahead.allow(module)
+            self.injection.add(module, made[key])
+            self._note(name, module, f"in {covered[module]}" if module in covered else patch.does)
+
+    def _left_alone(self, name: str, module: nn.Module, patch: Patch | None) -> str | None:
+        """Why a module that a recipe is for keeps its forward, or None."""
+        if no := self.selection.leaves_out(self.part, name, module):
+            return no
+        if patch is not None and self.options.numerics == "exact" and patch.not_exact:
+            return patch.not_exact
+        return forwards.why_not(module)
+
+    def _quantise(self, layers: Fp8Layers) -> None:
+        """Have the linear layers of the blocks run in fp8."""
+        check_device(self.part.model)
+        forward = layers.forward()
+        for name, layer in self.named.items():
+            if type(layer) is not nn.Linear:
+                continue
+            why = unfit(name, layer) or self._left_alone(name, layer, None)
+            if why is None:
+                layers.add(layer, self.part.path(name))
+                self.injection.add(layer, forward)
+            self._note(name, layer, None if why else DOES, why)
+
+    def _graphs(self) -> Graphs | None:
+        """What captures and replays the model, if the person wants that."""
+        part = self.part
+        wanted = part.encodes and self.selection.leaves_out(part, "", part.model) is None
+        if not self.options.graphs or not (part.denoises or wanted):
+            return None
+        from .graphs.graphs import Graphs
+
+        graphs = Graphs(name=part.name)
+        self.report.graphs.append(graphs)
+        return graphs
+
+    def _replace_models(self, graphs: Graphs | None) -> None:
+        """Give the model, and those inside it that run blocks in order, a forward that knows of the
+        whole: the order of the blocks, the state of the model, its graphs."""
+        changed = bool(self.injection.forwards)
+        replayed = self.part.graphed
+        for module in self.named.values():
+            chain = _chain(module) if changed else None
+            graphed = graphs if module is replayed else None
+            root = module is self.part.model and changed
+            if (chain or graphed or root) and forwards.why_not(module) is None:
+                inner = self.injection.forward_of(module)
+                self.injection.add(
+                    module,
+                    model_forward(type(module), inner, chain, graphed, self.fusions, self.checker),
+                )
+
+    def _note(self, name: str, module: nn.Module, does: str | None, why: str | None = None) -> None:
+        line = partial(Line, self.part.name, places(name), full_name(type(module)), _weight(module))
+        self.lines[line(does, self.options.numerics, why)] += 1
+
+
+def _chain(module: nn.Module) -> Chain | None:
+    """How to find the blocks of a module in the order in which it calls them."""
+    return next((c for r in recipes() if (c := r.chain(module)) is not None), None)
+
+
+def _match(module: nn.Module) -> tuple[bool, Patch | None, str | None]:
+    """Whether a module is of interest, the patch for it, and why it gets none."""
+    why = None
+    for recipe in recipes():
+        for patch in recipe.patches:
+            answer = patch.matches(module)
+            if answer is True:
+                return True, patch, None
+            if isinstance(answer, str):
+                why = why or answer
+    if why is None and _COMPUTES.search(type(module).__name__):
+        why = "no recipe for it" if any(module.children()) else "nothing to fuse in it alone"
+    return why is not None, None, why
+
+
+# names of modules that a reader of the report expects to find in it
+_COMPUTES = re.compile(r"Norm|Attention|GLU|FeedForward|MLP|Rotary|Rope|RoPE|PosEmbed")
+
+
+def places(name: str) -> str:
+    """transformer_blocks.3.norm1 -> transformer_blocks.*.norm1"""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _weight(module: nn.Module) -> bool | None:
+    """Whether a leaf has a weight of its own."""
+    if any(module.children()):
+        return None
+    return getattr(module, "weight", None) is not None

@@ -1,0 +1,119 @@
+"""What others have put on a module: hooks, forwards, processors, adapters; and what that means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...backends.torch_internals import global_module_hooks
+from ...library_internals import (
+    HOOK_ATTRIBUTES,
+    base_layer,
+    diffusers_hooks,
+    has_library_hook,
+    peft_layers,
+)
+from .class_code import FUNCTIONS
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
+# libraries whose modules compute and remember nothing, unless an argument or a hook does
+LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "accelerate", "kernelwright"))
+MARK = "__kernelwright__"  # the attribute by which a forward of ours is known
+
+
+def hooks_of(module: nn.Module) -> Iterator[dict]:
+    """Everything registered on a module that wants to see it being called."""
+    own = vars(module)
+    yield from (own[name] for name in HOOKS)
+    if (hooks := diffusers_hooks(module)) is not None:
+        yield hooks
+
+
+def is_ours(forward: Any) -> bool:
+    return isinstance(forward, MethodType) and hasattr(forward.__func__, MARK)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something wants to see this module being called: then call it, do not go around."""
+    own = vars(module)
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return True
+    if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return True
+    if has_library_hook(module):
+        return True
+    return "forward" in own and not is_ours(own["forward"])
+
+
+def all_modules_hooked() -> bool:
+    """Whether a hook wants to see every module of the process being called."""
+    return any(global_module_hooks())
+
+
+# as PyTorch has them: somebody may put another forward on a class
+PLAIN_KINDS = (nn.Linear, nn.GELU, nn.SiLU, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
+PLAIN_FORWARDS = {kind: kind.forward for kind in PLAIN_KINDS}
+
+
+def is_plain(module: Any, kind: type[nn.Module]) -> bool:
+    """Whether a module is PyTorch's own, of no subclass, and computes as PyTorch has it."""
+    return type(module) is kind and kind.forward is PLAIN_FORWARDS[kind]
+
+
+def memory_of(root: nn.Module) -> str | None:
+    """Why a module must not be run twice where eager runs it once, or None if it may: something
+    inside it is, or may be, told of every run."""
+    for module in root.modules():
+        if module is not root and is_hooked(module):
+            return f"a hook or another forward on {type(module).__name__}"
+        if not _is_of_libraries(type(module).forward):
+            return f"code of {type(module).__module__} in {type(module).__name__}"
+        if effect := effect_of(module):
+            return effect
+    return None
+
+
+def effect_of(module: nn.Module) -> str | None:
+    """What somebody has put into a module of a library that may do more than compute."""
+    name, own = type(module).__name__, vars(module)
+    # accelerate and diffusers call their hooks from a forward of their own
+    replaced = "forward" in own and not is_ours(own["forward"])
+    if replaced and not has_library_hook(module):
+        return f"another forward on {name}"
+    of_library = type(module).__module__.partition(".")[0] in LIBRARIES
+    if of_library and not _is_of_libraries(type(module).forward):
+        return f"another forward on the class {name}"
+    for key, value in own.items():
+        called = key not in HOOK_ATTRIBUTES and has_settings(value) and callable(value)
+        if called and not _is_of_libraries(type(value).__call__):
+            return f"a {type(value).__name__} on {name}"
+    return None
+
+
+def _is_of_libraries(function: Any) -> bool:
+    place = getattr(function, "__globals__", {}).get("__name__") or getattr(
+        function, "__module__", None
+    )
+    return (place or "").partition(".")[0] in LIBRARIES
+
+
+def inside_adapters(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Layers of peft, and all that is in them: they are always called, never read."""
+    for layer in peft_layers(modules):
+        yield from layer.modules()
+
+
+def base_layers(root: nn.Module) -> set[int]:
+    """The ids of layers that an adapter has been put around."""
+    inner = map(base_layer, root.modules())
+    return {id(layer) for layer in inner if layer is not None}
+
+
+def has_settings(value: Any) -> bool:
+    """Whether an attribute is an object that may decide what a forward does: a processor of
+    diffusers, a config of transformers, an activation that is no module."""
+    return hasattr(value, "__dict__") and not isinstance(value, NO_SETTINGS)

@@ -1,0 +1,108 @@
+"""Private names of diffusers, transformers, accelerate and peft that this library relies on.
+
+None of them is imported here: before a library is imported, none of its objects exist. A name that
+a later version takes away makes tests/test_internals.py fail.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+# diffusers and accelerate replace the forward of an instance, keep the inner one, and leave these
+# attributes on the module
+DIFFUSERS_HOOKS = "_diffusers_hook"
+ACCELERATE_HOOK = "_hf_hook"
+ACCELERATE_FORWARD = "_old_forward"
+HOOK_ATTRIBUTES = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK, DIFFUSERS_HOOKS)
+# where transformers has the hooks by which models collect what their layers return
+OUTPUT_HOOKS = "transformers.utils.output_capturing"
+
+
+def has_library_hook(module: nn.Module) -> bool:
+    """Whether accelerate or diffusers has wrapped the forward of a module."""
+    own = vars(module)
+    return ACCELERATE_HOOK in own or DIFFUSERS_HOOKS in own
+
+
+def diffusers_hooks(module: nn.Module) -> dict[str, Any] | None:
+    """The hooks of diffusers on a module (caches, group offload, context parallelism) by name."""
+    registry = vars(module).get(DIFFUSERS_HOOKS)
+    return None if registry is None else registry.hooks
+
+
+def forward_slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """(holder, name, value) of every place that holds a forward of this module."""
+    own = module.__dict__
+    for name in ("forward", ACCELERATE_FORWARD):
+        if name in own:
+            yield own, name, own[name]
+    for reference in getattr(own.get(DIFFUSERS_HOOKS), "_fn_refs", ()):
+        for name in ("forward", "original_forward"):
+            if (value := getattr(reference, name, None)) is not None:
+                yield reference, name, value
+
+
+def accelerate_moves_weights(module: nn.Module) -> str | None:
+    """The name of an accelerate hook, unless it only brings inputs to where the weights stay."""
+    return _moves_weights(vars(module).get(ACCELERATE_HOOK))
+
+
+def _moves_weights(hook: Any) -> str | None:
+    if hook is None:
+        return None
+    name = type(hook).__name__
+    if name == "SequentialHook":
+        return next(filter(None, map(_moves_weights, hook.hooks)), None)
+    return None if name == "AlignDevicesHook" and not hook.offload else name
+
+
+def collects_outputs(hook: Any) -> bool:
+    """Whether a hook is how a model of transformers collects the hidden states it returns."""
+    return getattr(hook, "__module__", None) == OUTPUT_HOOKS
+
+
+def collecting_outputs() -> bool:
+    """Whether a model of transformers around this call collects what its layers return."""
+    collector = getattr(sys.modules.get(OUTPUT_HOOKS), "_active_collector", None)
+    return collector is not None and bool(collector.get())
+
+
+def peft_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that are layers of peft, around layers of the model."""
+    kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    return [] if kind is None else [m for m in modules if isinstance(m, kind)]
+
+
+def base_layer(module: nn.Module) -> nn.Module | None:
+    """The layer that an adapter has been put around."""
+    return module._modules.get("base_layer")
+
+
+def peft_children(layer: nn.Module) -> Iterator[nn.Module]:
+    """What a layer of peft holds beside the layer it is around."""
+    return (child for name, child in layer.named_children() if name != "base_layer")
+
+
+def peft_scales(layer: nn.Module) -> Iterable[Any]:
+    """The scale of each adapter of a layer: numbers, or tensors for hot-swapping."""
+    return (vars(layer).get("scaling") or {}).values()
+
+
+def active_attention_backend() -> Any:
+    """The attention backend that diffusers takes for all models, or None before its import."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    return dispatch and dispatch._AttentionBackendRegistry._active_backend
+
+
+def processor_choices(processor: Any) -> tuple[Any, Any]:
+    """The attention backend and the context parallelism set on an attention processor."""
+    return processor._attention_backend, processor._parallel_config
+
+
+def reset_cache(model: Any) -> None:
+    """Have a cache of diffusers (`enable_cache`) begin a new loop."""
+    model._reset_stateful_cache()
