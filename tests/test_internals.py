@@ -1,0 +1,310 @@
+"""The private names of other libraries that this one relies on are there, and do what is relied on.
+
+A name that a new version takes away or changes fails here, by itself and by its own name.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernelwright import library_internals as libraries
+from kernelwright.backends import torch_internals as internals
+
+
+@pytest.mark.parametrize("name", internals.WANTED)
+def test_pytorch_has(name):
+    assert internals.WANTED[name], f"PyTorch {torch.__version__} has no {name}"
+
+
+def test_what_is_missing_says_so_when_it_is_called():
+    missing = internals._named("torch._C._no_such_name")
+    del internals.WANTED["torch._C._no_such_name"]
+    with pytest.raises(RuntimeError, match=r"has no torch\._C\._no_such_name; use a version"):
+        missing()
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes():
+    assert not internals.dispatch_modes()
+    with Mode():
+        assert internals.dispatch_modes()
+
+
+def test_function_modes():
+    assert not internals.function_modes()
+    with torch.device("cpu"):
+        assert internals.function_modes()
+        assert internals.only_default_devices()
+    with torch.overrides.BaseTorchFunctionMode():
+        assert internals.function_modes()
+        assert not internals.only_default_devices()
+
+
+def test_transforms():
+    seen = []
+
+    def function(x):
+        seen.append(internals.in_functorch())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    assert seen == [True]
+    assert not internals.in_functorch()
+
+
+def test_forward_mode():
+    assert not internals.in_forward_ad()
+    with forward_ad.dual_level():
+        assert internals.in_forward_ad()
+
+
+def test_tracing():
+    seen = []
+
+    def function(x):
+        seen.append(internals.in_jit_trace())
+        return x + 1
+
+    torch.jit.trace(function, torch.ones(2), check_trace=False)
+    assert seen == [True]
+    assert not internals.in_jit_trace()
+
+
+def test_autocast():
+    assert not internals.any_autocast()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert internals.any_autocast()
+
+
+def register(kind, hook):
+    return getattr(nn.modules.module, f"register_module_{kind}")(hook)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"],
+)
+def test_hooks_on_all_modules(kind):
+    assert not any(internals.global_module_hooks())
+    handle = register(kind, lambda *args: None)
+    assert any(internals.global_module_hooks())
+    handle.remove()
+
+
+SWITCHES = {
+    "fp16 accumulation": (
+        internals.gemm_switches,
+        torch.backends.cuda.matmul,
+        "allow_fp16_accumulation",
+    ),
+    "bf16 reduction": (
+        internals.gemm_switches,
+        torch.backends.cuda.matmul,
+        "allow_bf16_reduced_precision_reduction",
+    ),
+    "fp16 reduction": (
+        internals.gemm_switches,
+        torch.backends.cuda.matmul,
+        "allow_fp16_reduced_precision_reduction",
+    ),
+    "cuDNN": (internals.convolution_switches, torch.backends.cudnn, "enabled"),
+    "benchmark": (internals.convolution_switches, torch.backends.cudnn, "benchmark"),
+    "deterministic": (internals.convolution_switches, torch.backends.cudnn, "deterministic"),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_that_decides_a_kernel_is_read(name):
+    read, where, attribute = SWITCHES[name]
+    before, value = read(), getattr(where, attribute)
+    try:
+        setattr(where, attribute, not value)
+        assert read() != before
+    finally:
+        setattr(where, attribute, value)
+    assert read() == before
+
+
+def test_the_precision_of_float32_is_read():
+    before = torch.get_float32_matmul_precision()
+    read = []
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        read.append(internals.float32_switches())
+    torch.set_float32_matmul_precision(before)
+    assert read[0] != read[1]
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "mem_efficient", "math"])
+def test_a_switch_of_attention_is_read(name):
+    before = internals.attention_switches()
+    switch = getattr(torch.backends.cuda, f"enable_{name}_sdp")
+    switch(False)
+    try:
+        assert internals.attention_switches() != before
+    finally:
+        switch(True)
+    assert internals.attention_switches() == before
+
+
+def test_deterministic_algorithms_are_read():
+    before, on = internals.gemm_switches(), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not on)
+    try:
+        assert internals.gemm_switches() != before
+    finally:
+        torch.use_deterministic_algorithms(on)
+    assert internals.gemm_switches() == before
+
+
+def test_views_know_their_base():
+    x = torch.ones(4, 4)
+    assert internals.view_base(x) is x
+    assert internals.view_base(x[1:, 2]) is x
+
+
+def test_uses_of_a_storage_are_counted():
+    x = torch.ones(4)
+    storage = x.untyped_storage()
+    alone = internals.storage_uses(storage._cdata)
+    view = x.view(2, 2)
+    assert internals.storage_uses(storage._cdata) == alone + 1
+    del view
+    assert internals.storage_uses(storage._cdata) == alone
+
+
+def test_modules_compiled_in_place():
+    module = nn.Linear(2, 2)
+    assert not internals.is_compiled(module)
+    module.compile(backend="eager")
+    assert internals.is_compiled(module)
+    internals.forget_compiled(module)
+    assert not internals.is_compiled(module)
+
+
+def test_gemms_without_a_public_name():
+    x, w, b = torch.randn(16, 16), torch.randn(16, 16), torch.randn(16)
+    got = internals.addmm_activation(b, x, w.t(), use_gelu=True)
+    want = torch.nn.functional.gelu(torch.addmm(b, x, w.t()), approximate="tanh")
+    assert got.shape == want.shape
+    assert callable(internals.scaled_mm)
+
+
+# diffusers, transformers, accelerate, peft
+
+
+@pytest.fixture(scope="module")
+def diffusers():
+    return pytest.importorskip("diffusers")
+
+
+def test_hooks_of_diffusers(diffusers):
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    module = nn.Linear(2, 2)
+    assert not libraries.has_library_hook(module)
+    assert libraries.diffusers_hooks(module) is None
+    assert list(libraries.forward_slots(module)) == []
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(ModelHook(), "mine")
+    assert libraries.has_library_hook(module)
+    assert list(libraries.diffusers_hooks(module)) == ["mine"]
+    # the outermost is that of the hook, which holds the module's own
+    around, own = (value for _, _, value in libraries.forward_slots(module))
+    assert around is vars(module)["forward"]
+    assert own.__func__ is nn.Linear.forward
+
+
+def test_hooks_of_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+
+    module = nn.Linear(2, 2)
+    assert libraries.accelerate_moves_weights(module) is None
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    assert libraries.has_library_hook(module)
+    assert libraries.accelerate_moves_weights(module) is None
+    slots = {name: value for _, name, value in libraries.forward_slots(module)}
+    assert slots[libraries.ACCELERATE_FORWARD].__func__ is nn.Linear.forward
+    accelerate.hooks.remove_hook_from_module(module)
+    assert not libraries.has_library_hook(module)
+    moved = SequentialHook(
+        AlignDevicesHook(execution_device="cpu"),
+        AlignDevicesHook(execution_device="cpu", offload=True),
+    )
+    assert libraries._moves_weights(moved) == "AlignDevicesHook"
+
+
+def test_layers_of_peft():
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert libraries.peft_layers(model.modules()) == []
+    linear = model[0]
+    adapted = peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["0"], r=2, lora_alpha=3), copy.deepcopy(model)
+    )
+    (layer,) = libraries.peft_layers(adapted.modules())
+    assert isinstance(libraries.base_layer(layer), nn.Linear)
+    assert libraries.base_layer(linear) is None
+    assert libraries.base_layer(layer) not in list(libraries.peft_children(layer))
+    assert list(libraries.peft_scales(layer)) == [1.5]
+    assert list(libraries.peft_scales(linear)) == []
+
+
+def test_attention_of_diffusers(diffusers):
+    from diffusers import LTXVideoTransformer3DModel
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
+    assert libraries.active_attention_backend() == AttentionBackendName.NATIVE
+    with attention_backend("_native_math"):
+        assert libraries.active_attention_backend() == AttentionBackendName._NATIVE_MATH
+    model = LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=8,
+    )
+    processor = model.transformer_blocks[0].attn1.processor
+    assert libraries.processor_choices(processor) == (None, None)
+    model.set_attention_backend("_native_math")
+    assert libraries.processor_choices(processor)[0] == AttentionBackendName._NATIVE_MATH
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    libraries.reset_cache(model)
+
+
+def test_outputs_that_transformers_collects():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaModel(config).eval()
+    seen = []
+
+    def look(module, args):
+        seen.append(libraries.collecting_outputs())
+
+    handle = model.layers[0].self_attn.q_proj.register_forward_pre_hook(look)
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    with torch.no_grad():
+        model(tokens, output_hidden_states=True)
+        handle.remove()
+    assert seen == [True]
+    assert not libraries.collecting_outputs()
+    kept = [h for m in model.modules() for h in m._forward_hooks.values()]
+    assert kept
+    assert all(map(libraries.collects_outputs, kept))
