@@ -1,5 +1,6 @@
 # make demo   frames of a tiny LTX-Video, before and after injection
 # make test   lint and tests
+# make mutants  small changes of the code that no test notices; some minutes, not part of make test
 # make docs   the tables and the picture of README.md and docs/, and the site in build/site
 # all set up .venv on their first run; PYTHON=python3.12 picks another interpreter
 
@@ -9,7 +10,7 @@ READY := .venv/ready
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint pytest format docs clean
+.PHONY: demo test lint pytest mutants format docs clean
 
 demo: $(READY)
 	$(BIN)/kernelwright demo --save build/demo.png
@@ -24,6 +25,9 @@ lint: $(READY)
 pytest: $(READY)
 	tests/get_chromium.sh .venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

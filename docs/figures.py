@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kernelwright.bench import published
+from kernelwright.report import readme_tables
 from kernelwright.report.figures import Device, Model, devices
 from kernelwright.report.markup import Html, joined, tag
 from kernelwright.report.png import COLOURS
@@ -194,4 +194,4 @@ def hub_calls(results: Path) -> str:
 def generations(results: Path) -> str:
     """Whole videos from prompt to frames, once there are results of them."""
     folder = results / "videos"
-    return published.videos(folder) if folder.exists() else "None has been recorded yet."
+    return readme_tables.videos(folder) if folder.exists() else "None has been recorded yet."

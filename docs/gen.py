@@ -13,8 +13,8 @@ import goals
 from fusion import picture
 
 from kernelwright import catalog
-from kernelwright.bench import published
 from kernelwright.ops.op import registry
+from kernelwright.report import readme_tables
 from kernelwright.report.reading import read
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def written() -> list[Path]:
 def fill(root: Path = ROOT) -> None:
     """Put today's tables into the pages under `root`, and draw the picture there."""
     for path in (root / page.relative_to(ROOT) for page in written()):
-        published.update(path, RESULTS)
+        readme_tables.update(path, RESULTS)
         text = path.read_text(encoding="utf-8")
         for name, make in TABLES.items():
             begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

@@ -1,4 +1,4 @@
-"""Calls of attention, and the bar that they are held to."""
+"""Calls of attention, and the error bound they must meet."""
 
 import math
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from numerics import as_good_as_eager
 
-from kernelwright.ops.attention import foreign, launch, reference, sdpa
+from kernelwright.ops.attention import custom_kernels, launch, reference, sdpa
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -25,10 +25,10 @@ def tensors(
 
 
 def hold(got, query, key, value, mask=None, scale=None, causal=False, eager="torch"):
-    """The bar: the error of eager in the same dtype, and a rounding of the output.
+    """The bound: the error of eager in the same dtype, and a rounding of the output.
 
-    Eager's error counts twice: kernels round the weights before the second product, and the
-    output; PyTorch's math rounds the output alone.
+    Eager's error counts twice: kernels round the weights before the second GEMM, and the output;
+    PyTorch's math backend rounds only the output.
     """
     wide = [t.double() for t in (query, key, value)]
     wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
@@ -74,7 +74,7 @@ def key_mask(kind, shape, dtype):
 
 @contextmanager
 def plans():
-    """The names of the Triton kernels that calls are planned for; none is kept from before."""
+    """The names of the Triton kernels planned for calls; plans cached before are dropped."""
     seen, planning = [], launch.plan
 
     def plan(call):
@@ -82,9 +82,9 @@ def plans():
         seen.append(found.kernel.__name__)
         return found
 
-    foreign._launches.clear()
+    custom_kernels._launches.clear()
     try:
         with mock.patch.object(launch, "plan", plan):
             yield seen
     finally:
-        foreign._launches.clear()
+        custom_kernels._launches.clear()

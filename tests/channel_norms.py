@@ -1,4 +1,4 @@
-"""Calls of the norm over channels, the eager steps it stands for, and the bar it is held to."""
+"""Calls of the norm over channels, the eager steps it replaces, and its error bound."""
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,13 @@ EPS = 1e-8
 
 
 def normal(*shape, dtype=torch.bfloat16, device="cpu", seed=0):
-    """Channels of unlike size, so that a wrong one shows."""
+    """Channels of different magnitude, so that mixing them up shows."""
     generator = torch.Generator().manual_seed(sum(shape) + seed)
     sizes = torch.linspace(0.5, 2, shape[1]).unflatten(0, (-1, *[1] * (len(shape) - 2)))
     return (torch.randn(shape, generator=generator) * sizes).to(dtype).to(device)
 
 
-# x [B, C, *positions] as a function of C: what convolutions hand over, and views of it
+# x [B, C, *positions] as a function of C: the outputs of convolutions, and views of them
 LAYOUTS = {
     "positions of any number": lambda c, **how: normal(1, c, 3, 5, 9, **how),
     "multiples of eight": lambda c, **how: normal(2, c, 2, 4, 9, **how),
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 def parts(x, weighted, modulation):
-    """weight [C], scale and shift [B, C, 1, ...] as they lie in a table of several."""
+    """weight [C], scale and shift [B, C, 1, ...] as slices of a table of several."""
     batch, channels = x.shape[:2]
     how = {"dtype": x.dtype, "device": x.device}
     weight = normal(1, channels, 1, **how)[0, :, 0] if weighted else None
@@ -48,7 +48,7 @@ def eager(x, weight, scale, shift, activation, eps=EPS):
 
 
 def hold(x, weight=None, scale=None, shift=None, activation="silu"):
-    """Call the kernel, hold it to the bar, and return its result."""
+    """Call the kernel, check the error bound, and return the result."""
     parts = weight, scale, shift
 
     def truth(x):

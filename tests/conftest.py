@@ -1,5 +1,5 @@
-"""What every test runs under: kernels without a GPU, memory that shows if it was not written, and
-caches that live as long as the run."""
+"""Fixtures of every test: kernels without a GPU, uninitialised memory filled with NaN, and caches
+that last for one run."""
 
 import os
 import tempfile
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An op is not asked for a backend that it does not declare."""
+    """Deselect backends that an op does not declare."""
     items[:] = [item for item in items if _declared(getattr(item, "callspec", None))]
 
 
@@ -46,8 +46,8 @@ def poisoned_memory():
 
 @pytest.fixture(scope="session", autouse=True)
 def language_patched_once():
-    """Triton's interpreter patches its language anew for every launch and for every function that
-    a kernel calls, which takes it longer than the kernels here: let the first patch stay."""
+    """Triton's interpreter patches its language for every launch and every function that a kernel
+    calls, which takes longer than the kernels here: keep the first patch."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
@@ -73,8 +73,8 @@ def language_patched_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def half_products_in_float32():
-    """A CPU without bfloat16 takes up to 250 times as long for a product of it as for one of
-    float32: multiply in float32 and round once, as a GPU does."""
+    """A CPU without bfloat16 takes up to 250 times as long for a bfloat16 GEMM as for a float32
+    one: multiply in float32 and round once, as a GPU does."""
     if torch.cuda.is_available():
         yield
         return
@@ -85,7 +85,7 @@ def half_products_in_float32():
             product = _product_in_float32(torch.library.get_kernel(f"aten::{name}", "CPU"))
             library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
         library.impl("addmm_", _added_in_place, "CPU", allow_override=True)
-    # it lasts as long as the library is held
+    # it is active as long as the library object is alive
     yield library
 
 

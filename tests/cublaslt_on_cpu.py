@@ -1,7 +1,7 @@
-"""A stand-in for cuBLASLt that computes on the CPU, by columns as the real one does.
+"""A stand-in for cuBLASLt that computes on the CPU, column-major as the real one.
 
-It is called through ctypes' own objects and reads and writes at the addresses it is given, so what
-comes out is right only if layouts, descriptions and addresses are.
+It is called through ctypes' own objects and reads and writes at the addresses it is given, so its
+results are right only if layouts, descriptors and addresses are.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ NOT_SUPPORTED = 15
 
 @dataclass
 class Known:
-    """An algorithm. `adds`: what its result is wrong by; `of`: its configuration, for one of
-    Hopper's, and `named`: whether a product is told of it or has to ask."""
+    """An algorithm. `adds`: the error of its result; `of`: its configuration, on Hopper; `named`:
+    whether the heuristic lists it, or it must be requested by number."""
 
     us: float
     adds: float = 0
@@ -33,15 +33,15 @@ class Known:
 
 @dataclass
 class CublasLt:
-    """The functions of the library that are used. `torch_us`: what F.linear takes."""
+    """The functions of the library that are used. `torch_us`: the time of F.linear."""
 
     known: list[Known]
     torch_us: float = 100
     version: int = 130_100
     capability: tuple[int, int] = (9, 0)
-    answers: dict = field(default_factory=dict)  # by a function's name: a status to answer with
+    answers: dict = field(default_factory=dict)  # the status to return, by function name
     launched: list = field(default_factory=list)  # number of the algorithm, address of the bias
-    checked: list = field(default_factory=list)  # configurations that were asked for
+    checked: list = field(default_factory=list)  # configurations that were requested
     things: dict = field(default_factory=dict)
     made: int = 0
     ran: int | None = None
@@ -142,7 +142,7 @@ class CublasLt:
         bias = None
         if wanted.get(7):
             bias = _memory(wanted[8], len(first), first.dtype)
-        # the columns of one matrix are the rows of a tensor
+        # the columns of a matrix are the rows of a tensor
         y = F.linear(second, first, bias)
         if wanted.get(7) == 36:  # as torch._addmm_activation on a CPU
             y = F.gelu(y)
@@ -150,14 +150,14 @@ class CublasLt:
         return 0
 
     def _columns(self, at, layout):
-        """A matrix as the tensor of its columns."""
+        """A matrix as a tensor whose rows are its columns."""
         facts = self.things[layout.value]
         rows, columns, apart = facts["rows"], facts["columns"], facts["apart"]
         memory = _memory(at.value, (columns - 1) * apart + rows, facts["dtype"])
         return memory.as_strided((columns, rows), (apart, 1))
 
     def readings(self, ways, rounds):
-        """In place of those by events: what each way is known to take."""
+        """Fake times instead of CUDA events: the known time of each algorithm."""
         times = []
         for way in ways:
             self.ran = None
@@ -177,13 +177,13 @@ def operands(rows=(6,), width=32, outputs=16, bias=True, dtype=torch.bfloat16):
 
 
 def decided():
-    """What was decided about the only product."""
+    """The decision for the only GEMM."""
     (decision,) = algorithms.decisions()
     return decision
 
 
 def untouched(library, call):
-    """Whether a product that has its algorithm is F.linear's in this call."""
+    """Whether this call runs F.linear although an algorithm was chosen."""
     before = len(library.launched)
     call()
     return len(library.launched) == before

@@ -1,11 +1,11 @@
-"""What the registry declares, as pytest parameters: an op is tested by being declared."""
+"""The declared ops and cases as pytest parameters: declaring an op is enough to test it."""
 
 from typing import Any
 
 import pytest
 
-from kernelwright.checking import declared
-from kernelwright.checking.declared import full, small, tensors
+from kernelwright.checking import op_cases
+from kernelwright.checking.op_cases import full, small, tensors
 from kernelwright.ops.op import Op, registry
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "tensors",
 ]
 
-DTYPES = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in declared.DTYPES]
+DTYPES = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in op_cases.DTYPES]
 ALL = list(registry().values())
 OPS = [op for op in ALL if isinstance(op, Op)]
 

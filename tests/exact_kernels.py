@@ -1,4 +1,4 @@
-"""Which exact calls of the declared cases have no kernel: all others have to run one."""
+"""The exact calls of declared cases that have no kernel: all others must run one."""
 
 import functools
 from operator import or_
@@ -15,8 +15,8 @@ EXACT = [
     op for op in registry().values() if isinstance(op, Op) and op.exact and "cuda" in op.backends
 ]
 
-# PyTorch sums these widths in an order that no kernel has: F.rms_norm and F.layer_norm those that
-# are no multiple of 4, F.layer_norm 96, at::mean some odd ones
+# PyTorch sums these widths in an order that no kernel has: F.rms_norm and F.layer_norm widths that
+# are not a multiple of 4, F.layer_norm 96, at::mean some odd ones
 WIDTHS = {
     ("adaln_layernorm", "diffusers"): ("odd width", "no modulation"),
     ("adaln_layernorm", "wan"): ("odd width", "no modulation"),
@@ -27,19 +27,19 @@ WIDTHS = {
     ("layernorm", "torch"): ("bias only", "odd width, mean 100", "mean 10000"),
     ("layernorm", "wan"): ("bias only", "odd width, mean 100", "mean 10000"),
     ("rmsnorm", "torch"): (
-        "storage offset",  # an order that PyTorch leaves where rows do not begin on 16 bytes
+        "storage offset",  # PyTorch uses another order where rows are not 16-byte aligned
         *(f"width {n}" for n in (1, 33, 41, 65, 123, 513, 769, 1001)),
     ),
     ("rmsnorm", "diffusers"): tuple(f"width {n}" for n in (1, 513, 769, 1001)),
     ("rmsnorm", "transformers"): tuple(f"width {n}" for n in (1, 513, 769, 1001)),
     ("rmsnorm_residual", "torch"): ("odd width",),
 }
-# at::mean reads float32 rows one by one, and these kernels two
+# at::mean loads float32 rows one element at a time, these kernels two
 IN_FLOAT32 = {("qk_norm_rope", "transformers"): ("wan", "flux")}
 
 
 def has_kernel(op, case, chain, dtype):
-    """Whether an exact call of the case is to run a kernel, by what is written here."""
+    """Whether an exact call of the case must run a kernel, according to the tables above."""
     without = WIDTHS.get((op.name, chain), ())
     if dtype == torch.float32:
         without += IN_FLOAT32.get((op.name, chain), ())
@@ -47,15 +47,15 @@ def has_kernel(op, case, chain, dtype):
 
 
 def promotes(op, case, chain, dtype):
-    """Whether eager gives another dtype: then the op says so, see tests/ops/test_errors.py."""
+    """Whether eager returns another dtype: the op then raises, see tests/ops/test_errors.py."""
     eager = as_tuple(run(op, op.exact[chain], case.arguments(Inputs(dtype, "meta"))))
     return any(e.dtype != dtype for e in eager)
 
 
 def planned(op, case, chain, dtype, target=HOPPER):
-    """The launch of such a call, worked out without a GPU, or None where nothing is to be written;
-    raises Unsupported if there is none. A GPU's allocations are aligned, so what an address is a
-    multiple of follows from where the tensor begins in its storage."""
+    """The launch of such a call, planned without a GPU, or None for an empty output; raises
+    Unsupported if there is none. A GPU's allocations are aligned, so the alignment of a tensor
+    follows from its storage offset."""
     arguments = case.arguments(Inputs(dtype, "meta"))
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and _gaps(value):
@@ -76,7 +76,7 @@ def planned(op, case, chain, dtype, target=HOPPER):
 
 
 def refused(op, case, chain, dtype):
-    """Why the planners have no kernel for such a call, or None if they have one."""
+    """Why there is no kernel for such a call, or None if there is one."""
     try:
         planned(op, case, chain, dtype)
     except Unsupported as no:

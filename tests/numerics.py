@@ -1,4 +1,4 @@
-"""The bar of the library, which packages with ops of their own are held to as well."""
+"""The error bound of the library, which also applies to ops of other packages."""
 
 from kernelwright.checking.numerics import (
     Error,

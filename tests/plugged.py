@@ -1,4 +1,4 @@
-"""Packages that `kernelwright new` made, as pip leaves them: on the path, with an entry point."""
+"""Packages of `kernelwright new`, as pip installs them: on the path, with an entry point."""
 
 import os
 import sys
@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kernelwright.ops import op as declaration
-from kernelwright.ops import plugins
+from kernelwright.ops import declared_ops, plugins
 from kernelwright.scaffold import Created
 
 
 def paths(created: Created) -> list[str]:
-    """What has to be on the path for the package to count as installed."""
+    """The folders that must be on the path for the package to count as installed."""
     text = (created.root / "pyproject.toml").read_text()
     entries = text.partition(f'[project.entry-points."{plugins.GROUP}"]\n')[2].partition("\n\n")[0]
     site = created.root / "site"
@@ -24,30 +23,30 @@ def paths(created: Created) -> list[str]:
 
 
 def environment(*folders: str | Path) -> dict[str, str]:
-    """That of this process, with these folders in front of those that Python looks in."""
+    """The environment of this process, with these folders first on PYTHONPATH."""
     known = os.environ.get("PYTHONPATH", "")
     return os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, folders), known]).rstrip(":")}
 
 
 @contextmanager
 def plugged(*packages: Created) -> Iterator[None]:
-    """The ops of these packages are known to this process, and forgotten afterwards."""
-    path, known = list(sys.path), dict(declaration._registry)
+    """Register the ops of these packages in this process, and remove them afterwards."""
+    path, known = list(sys.path), dict(declared_ops.declared)
     sys.path[:0] = [p for created in packages for p in paths(created)]
     plugins.load.cache_clear()
     try:
         yield
     finally:
         sys.path[:] = path
-        declaration._registry.clear()
-        declaration._registry.update(known)
+        declared_ops.declared.clear()
+        declared_ops.declared.update(known)
         for name in [n for n in sys.modules if n.partition(".")[0] in {c.name for c in packages}]:
             del sys.modules[name]
         plugins.load.cache_clear()
 
 
 def change(path: Path, old: str, new: str) -> None:
-    """Replace what must be there."""
+    """Replace text that must be present."""
     text = path.read_text()
     assert old in text, f"{path} has no {old!r}"
     path.write_text(text.replace(old, new))

@@ -1,4 +1,4 @@
-"""Processes of a test's own, made from one that has imported what is slow to import."""
+"""Processes for tests, forked from a server that has imported the slow libraries."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
@@ -7,7 +7,7 @@ IMPORTED = ["kernelwright.backends.cuda", "diffusers.models.transformers.transfo
 
 
 def forked() -> ForkServerContext:
-    """A context whose processes start in milliseconds; none of them is a copy of this one."""
+    """A context whose processes start in milliseconds; none of them is a fork of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from kernelwright.bench.results import SCHEMA
+from kernelwright.measure.results import SCHEMA
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",

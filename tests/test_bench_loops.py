@@ -1,4 +1,4 @@
-"""`kernelwright bench loop`: what a cache skips, and the bits it has with and without injection."""
+"""`kernelwright bench loop`: skipped steps, and the same bits with and without injection."""
 
 import json
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kernelwright.bench import configs, loops
+from kernelwright.bench import loops
 from kernelwright.cli import app
+from kernelwright.measure import configs
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "0", "--steps", "5"]
 
@@ -16,7 +17,7 @@ def invoke(*args):
     return CliRunner().invoke(app, ["bench", "loop", *args], env={"COLUMNS": "200"})
 
 
-# what the first block of a tiny model with random weights changes in some of five steps
+# the change of the first block of a tiny random model in some of five steps
 @pytest.mark.parametrize(("preset", "threshold"), [("ltx-video", "0.6"), ("flux-dev", "0.9")])
 def test_a_loop_is_timed_with_and_without_its_cache(preset, threshold, tmp_path):
     out = tmp_path / "loops.json"

@@ -1,4 +1,4 @@
-"""`kernelwright bench model`: it times what is right, and says what is not."""
+"""`kernelwright bench model`: times correct results, and reports wrong ones."""
 
 import io
 import json
@@ -11,11 +11,12 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from kernelwright.bench import configs, first
+from kernelwright.bench import first_result
 from kernelwright.bench import models as bench
 from kernelwright.bench.models_table import table
 from kernelwright.cli import app
 from kernelwright.inject.fusions import norms as fusions
+from kernelwright.measure import configs
 from kernelwright.ops.attention import limits
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "0.01"]
@@ -50,7 +51,7 @@ def test_what_is_wrong_has_no_time(monkeypatch):
         return right(*args, **how) * 1.01
 
     monkeypatch.setattr(fusions, "GATED_RESIDUAL", wrong)
-    monkeypatch.setattr(bench.contract, "holds", lambda *a, **k: False)
+    monkeypatch.setattr(bench.accuracy, "holds", lambda *a, **k: False)
     result = invoke("ltx-video", *TINY, "--config", "eager,fused", "--json")
     assert result.exit_code == 1
     rows = json.loads(result.stdout)
@@ -141,7 +142,7 @@ def test_flash_attn_4_is_used_only_where_a_configuration_names_it(monkeypatch):
 
 
 class Ran:
-    """What subprocess.run gives back, and what it was given."""
+    """The result of subprocess.run, and its arguments."""
 
     def __init__(self, returncode=0, stderr=""):
         self.returncode, self.stderr = returncode, stderr
@@ -159,7 +160,7 @@ class Ran:
 
 def test_the_first_result_is_timed_with_a_cold_and_then_a_warm_cache(monkeypatch):
     ran = Ran()
-    monkeypatch.setattr(first.subprocess, "run", ran)
+    monkeypatch.setattr(first_result.subprocess, "run", ran)
     result = invoke("ltx-video", *TINY, "--config", "eager", "--frames", "9", *FIRST, "--json")
     (row,) = json.loads(result.stdout)
     assert (row["cold_s"], row["warm_s"]) == (1.5, 1.5)
@@ -174,7 +175,9 @@ def test_the_first_result_is_timed_with_a_cold_and_then_a_warm_cache(monkeypatch
 
 
 def test_a_first_result_that_fails_keeps_the_other_figures(monkeypatch):
-    monkeypatch.setattr(first.subprocess, "run", Ran(1, "Traceback\nMemoryError: too large\n"))
+    monkeypatch.setattr(
+        first_result.subprocess, "run", Ran(1, "Traceback\nMemoryError: too large\n")
+    )
     result = invoke("ltx-video", *TINY, "--config", "eager", *FIRST, "--json")
     (row,) = json.loads(result.stdout)
     assert row["ms"] > 0
@@ -185,7 +188,7 @@ def test_a_first_result_that_fails_keeps_the_other_figures(monkeypatch):
 def test_a_process_of_its_own_prints_the_seconds(monkeypatch, capsys):
     command = "first ltx-video --config exact --device cpu --dtype float32 --tiny --size frames=9"
     monkeypatch.setattr(sys, "argv", command.split())
-    first.main()
+    first_result.main()
     seconds = json.loads(capsys.readouterr().out)
     assert seconds.keys() == {"first_s", "other_first_s", "other_second_s"}
     assert all(0 < s < 60 for s in seconds.values())

@@ -1,4 +1,4 @@
-"""`kernelwright bench ops`: every column, what gates a figure, and what it says of bad input."""
+"""`kernelwright bench ops`: every column, the checks before a time, and errors for bad input."""
 
 import json
 from types import SimpleNamespace
@@ -10,11 +10,12 @@ from declared import ALL, every_op
 from typer.testing import CliRunner
 
 from kernelwright.backends import Unsupported
-from kernelwright.bench import correctness, peers
-from kernelwright.bench.chosen import choose_cases, known_presets
+from kernelwright.bench import peers
+from kernelwright.bench.case_selection import choose_cases, known_presets
 from kernelwright.bench.correctness import Truth, Wrong, ran_a_kernel, same_bits
 from kernelwright.bench.peers import Peer, Way
 from kernelwright.cli import app
+from kernelwright.ops.attention import reference
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import registry
 from kernelwright.ops.plan import eager_plan
@@ -72,7 +73,7 @@ def test_the_table_has_the_columns_and_says_what_a_cpu_cannot_show():
 
 
 def planned(monkeypatch, plan):
-    """Have rmsnorm's kernels do what `plan` does, at a shape that no other test has planned."""
+    """Make rmsnorm launch what `plan` returns, at a shape that no other test has planned."""
     monkeypatch.setattr(RMSNORM, "launch_plan", lambda args, out, how, alignment=16: plan(how))
     monkeypatch.setattr(RMSNORM, "_plans", {})
 
@@ -155,7 +156,7 @@ def test_a_part_of_a_large_attention_stands_for_the_whole(monkeypatch):
     arguments = case.arguments(Inputs(torch.float32))
     eager = peers.eager(op)(**arguments)
     whole = Truth(op, arguments, eager)
-    monkeypatch.setattr(correctness, "SCORES", 10)
+    monkeypatch.setattr(reference, "MAX_SCORES", 10)
     part = Truth(op, arguments, eager)
     assert 0 < part.error(eager) < 2 * whole.error(eager)
     with pytest.raises(Wrong, match="error"):
@@ -257,11 +258,11 @@ def test_peers_get_the_arguments_that_they_take():
     rope = {c.name: c.arguments(inputs) for c in registry()["apply_rope_qk"].cases if not c.large}
     assert peers.LIGER["apply_rope_qk"][1](rope["flux"]) is None
     grouped = rope["grouped query"]
-    # as a model has it: tokens before heads in memory
+    # as in a model: tokens before heads in memory
     grouped["query"] = grouped["query"].transpose(1, 2).contiguous().transpose(1, 2)
     query, _, _, _ = peers.LIGER["apply_rope_qk"][1](grouped)
     assert torch.equal(query, grouped["query"])
-    query.zero_()  # Liger rotates in place: it must not have the arguments of the others
+    query.zero_()  # Liger rotates in place: it needs its own copy of the arguments
     assert grouped["query"].any()
     flux = next(c for c in registry()["apply_rope"].cases if c.name == "flux").arguments(inputs)
     _, cos, _, interleaved = peers._turned_by_quack(flux)

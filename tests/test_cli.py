@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it exits with, and that README.md agrees with it."""
+"""The command line: output, exit codes, and that README.md is up to date."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kernelwright import doctor, gpus
-from kernelwright.bench import published
 from kernelwright.cli import app
 from kernelwright.ops import registry
+from kernelwright.report import readme_tables
 
 README = Path(__file__).parents[1] / "README.md"
 NO_GPU = not torch.cuda.is_available()
@@ -29,7 +29,7 @@ def invoke(*args):
 
 
 def pretend_smi(monkeypatch, listed=SMI_GPUS, apps=SMI_APPS, fails=""):
-    """Put an nvidia-smi in the doctor's way."""
+    """Install a fake nvidia-smi."""
     run = subprocess.run
 
     def answer(command, **how):
@@ -98,7 +98,7 @@ def test_an_unknown_op_suggests_the_nearest():
 def test_readme_holds_the_tables(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text(README.read_text())
-    published.update(copy, README.parent / "results")
+    readme_tables.update(copy, README.parent / "results")
     assert copy.read_text() == README.read_text(), "README.md is behind: run `make docs`"
 
 

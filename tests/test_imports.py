@@ -1,19 +1,32 @@
-"""`import kernelwright` is cheap and quiet: no GPU, no compiler, no library it may not need."""
+"""`import kernelwright` is cheap and quiet: no GPU, no compiler, no optional library. Imports run
+one way: no cycle of files, and no package imports one above it."""
 
 import ast
+import itertools
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from import_graph import SOURCES, cycles, imports, modules, shown
 
 HEAVY = ("triton", "diffusers", "transformers", "cuda", "typer", "rich", "matplotlib")
-SOURCES = Path(__file__).resolve().parents[1] / "src"
+# The parts of kernelwright: each may import those before it. "kernelwright" is its __init__.py.
+PARTS = (
+    *("errors", "gpus", "library_internals", "place", "progress"),
+    *("backends", "ops", "catalog", "fuser", "inject", "models"),
+    *("measure", "profiling", "bench", "checking", "hub", "kernelwright"),
+    *("doctor", "video", "report", "demo", "scaffold", "skill", "commands", "cli", "__main__"),
+    *("skill.scripts", "ltx_kernels"),
+)
+# the folders of `inject` in the same way; its own files are "inject"
+INJECT = (
+    *("state", "identify", "runtime", "graphs", "verify", "reuse", "fp8", "fusions", "recipes"),
+    *("report", "inject"),
+)
 
-
-# what a new interpreter sees; it is asked once for all that follows, for torch is slow to import
+# state of a new interpreter; run once for all tests, since torch is slow to import
 PROBE = f"""
 import json, os, sys
 import torch
@@ -114,7 +127,7 @@ def test_the_command_line_starts_without_triton_and_models(seen):
 
 @pytest.mark.parametrize("part", ["ops", "backends"])
 def test_ops_and_backends_stand_alone(part):
-    """They are what a Hub package is built from: relative imports of each other, torch, triton."""
+    """The Hub package is built from them: they import each other relatively, torch and triton."""
     package = SOURCES / "kernelwright"
     outside = {"torch", "triton", "numpy"} | sys.stdlib_module_names
     for file in (package / part).rglob("*.py"):
@@ -130,5 +143,70 @@ def test_ops_and_backends_stand_alone(part):
                 names = [a.name for a in node.names]
                 found = {getattr(node, "module", n).partition(".")[0] for n in names}
                 assert "kernelwright" not in found, f"{file}: an absolute import"
-                # inside a function, an extra may be asked for
+                # inside a function, an extra may be imported
                 assert node not in tree.body or found <= outside, f"{file}: {found}"
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return imports(modules())
+
+
+def test_no_two_files_import_each_other(graph):
+    found = [
+        "\n  ".join(shown(a, b, graph) for a, b in itertools.pairwise(cycle))
+        for cycle in cycles(graph)
+    ]
+    assert not found, "cycles of imports:\n  " + "\n\n  ".join(found)
+
+
+def part(module):
+    """The part of kernelwright that a module belongs to."""
+    top, *below = module.split(".")
+    if top != "kernelwright" or not below:
+        return top
+    return "skill.scripts" if below[:2] == ["skill", "scripts"] else below[0]
+
+
+def room(module):
+    """The folder of `inject` that a module belongs to, None outside of it."""
+    _, *below = module.split(".")
+    if below[:1] != ["inject"]:
+        return None
+    folder = (SOURCES / module.replace(".", "/")).is_dir() or len(below) > 2
+    return below[1] if folder and len(below) > 1 else "inject"
+
+
+@pytest.mark.parametrize(
+    ("place", "order"), [(part, PARTS), (room, INJECT)], ids=["kernelwright", "inject"]
+)
+def test_a_part_imports_only_those_before_it(graph, place, order):
+    unknown = {place(m) for m in modules()} - {*order, None}
+    assert not unknown, f"{unknown} is in no order: give it its place in {__file__}"
+    against = [
+        f"{shown(module, target, graph)}: {place(target)} comes after {place(module)}"
+        for module in graph
+        for target in graph[module]
+        if place(module) and place(target)
+        if order.index(place(target)) > order.index(place(module))
+    ]
+    assert not against, "imports against the order:\n  " + "\n  ".join(against)
+
+
+def test_an_import_against_the_order_is_named(tmp_path):
+    """In a function, under TYPE_CHECKING, or through a third file."""
+    files = {
+        "low.py": "def f():\n    from .high import g\n",
+        "high.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import mid\n",
+        "mid.py": "import package.low\n",
+        "__init__.py": "from .low import f\n",
+    }
+    (tmp_path / "package").mkdir()
+    for name, text in files.items():
+        (tmp_path / "package" / name).write_text(text)
+    graph = imports(modules(tmp_path))
+    (cycle,) = cycles(graph)
+    assert sorted(set(cycle)) == ["package.high", "package.low", "package.mid"]
+    assert shown("package.low", "package.high", graph) == (
+        "package.low imports package.high (line 2)"
+    )

@@ -1,4 +1,4 @@
-"""LTX-Video's pipeline of random weights: the parts that were published, from prompt to frames."""
+"""The LTX-Video pipeline with random weights: the published parts, from prompt to frames."""
 
 import functools
 
@@ -30,7 +30,7 @@ def frames(made, prompt):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_t5_is_cast_as_transformers_casts_it(dtype, tmp_path):
-    """Its `wo` stays in float32, in float16 only."""
+    """Its `wo` stays in float32, but only if the model is in float16."""
     pipe().text_encoder.save_pretrained(tmp_path)
     cast = models.ltx_pipeline(tiny=True, dtype=dtype, device="meta").text_encoder
     assert shapes(cast) == shapes(models.load(tmp_path, dtype=dtype))

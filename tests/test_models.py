@@ -1,4 +1,4 @@
-"""Presets are the published models in all but their weights, and their weights hide nothing."""
+"""Presets equal the published models except for their weights, which hide no mistake."""
 
 import dataclasses
 import doctest
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 NAMES = list(models.presets())
 DTYPES = [torch.float32, torch.bfloat16]
 
-# as published with these checkpoints
+# parameter counts of these published checkpoints
 PARAMETERS = {
     "ltx-video": 1_923_385_472,  # Lightricks/LTX-Video
     "wan-1.3b": 1_418_996_800,  # Wan-AI/Wan2.1-T2V-1.3B-Diffusers
@@ -30,7 +30,7 @@ PARAMETERS = {
     "llama-3-8b": 8_030_261_248,  # meta-llama/Meta-Llama-3-8B
     "mistral-7b": 7_241_732_096,  # mistralai/Mistral-7B-v0.1
     "qwen3-8b": 8_190_735_360,  # Qwen/Qwen3-8B
-    "falcon-7b": 7_217_189_760 - 65024 * 4544,  # tiiuae/falcon-7b, whose file repeats a tied head
+    "falcon-7b": 7_217_189_760 - 65024 * 4544,  # tiiuae/falcon-7b, which stores its tied head twice
 }
 DEPTHS = (
     "num_layers",
@@ -72,7 +72,7 @@ def test_a_full_preset_has_the_published_number_of_parameters(name):
 
 
 def test_dit_has_the_published_number_of_parameters():
-    """675M in the paper, with 256 learned positions less; diffusers keeps an embedder a block."""
+    """675M in the paper, minus 256 learned positions; diffusers has an embedder in each block."""
     parameters = full("dit-xl").named_parameters()
     once = {
         n: p for n, p in parameters if ".emb." not in n or n.startswith("transformer_blocks.0.")
@@ -120,7 +120,7 @@ def test_the_blocks_of_the_full_models():
     assert count(full("flux-dev"), "FluxTransformerBlock") == 19
     assert count(full("flux-dev"), "FluxSingleTransformerBlock") == 38
     assert sum(b.attn2 is not None for b in full("sd3.5-medium").transformer_blocks) == 13
-    # two of the block and two of its attention, and the last
+    # two in each block, two in its attention, and the last one
     assert count(full("qwen3-8b"), "Qwen3RMSNorm") == 36 * 4 + 1
 
 
@@ -149,7 +149,7 @@ def test_a_tiny_forward_is_of_sane_scale(name, dtype):
     assert result.abs().max() < 80
 
 
-# Llama and Mistral have the blocks of Qwen3, less its norms of queries and keys
+# Llama and Mistral have the blocks of Qwen3 without its norms of query and key
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("llama-3-8b", "mistral-7b")])
 def test_activations_neither_grow_nor_fade_through_the_full_depth(name):
     preset = models.presets()[name]
@@ -183,7 +183,7 @@ def test_every_parameter_is_random_and_reaches_the_output(name):
         if name == "sd3.5-medium" and re.search(
             r"blocks\.4\.attn\.(add_q_proj|norm_added_q)", path
         ):
-            continue  # the last block attends from the text, as published, and drops what it finds
+            continue  # the last block computes attention for the text, and drops it
         assert parameter.grad is not None, path
         assert parameter.grad.abs().max() > 0, path
 
@@ -233,7 +233,7 @@ def test_the_state_of_torch_stays_as_it_was(make):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_model_is_loaded_as_it_was_built(name, tmp_path):
-    """Weights, dtypes and buffers: what `from_pretrained` leaves is what `build` leaves."""
+    """Weights, dtypes and buffers: `build` returns the same as `from_pretrained`."""
     built = tiny(name, torch.bfloat16)
     built.save_pretrained(tmp_path)
     loaded = models.load(tmp_path)
@@ -312,9 +312,11 @@ def test_unknown_names_suggest_near_ones(tmp_path):
         models.build("flux")
     with pytest.raises(ValueError, match="there are ltx-video, "):
         models.inputs("?")
-    with pytest.raises(ValueError, match=r"'llama-3-8B' is no preset.*did you mean llama-3-8b"):
+    with pytest.raises(ValueError, match=r"'llama-3-8B' is not a preset.*did you mean llama-3-8b"):
         models.load("llama-3-8B")
-    with pytest.raises(ValueError, match=r"is no preset.*no model_index.json and no config.json"):
+    with pytest.raises(
+        ValueError, match=r"is not a preset.*no model_index.json and no config.json"
+    ):
         models.load(tmp_path)
 
 
@@ -325,15 +327,17 @@ def test_a_hub_that_cannot_be_reached_is_no_crash(monkeypatch):
         raise LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
-    with pytest.raises(ValueError, match=r"'owner/ltx-video' is no preset.*or cannot be reached"):
+    with pytest.raises(
+        ValueError, match=r"'owner/ltx-video' is not a preset.*or cannot be reached"
+    ):
         models.load("owner/ltx-video")
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"_class_name": "NoSuchModel"}, "the diffusers that is installed has no NoSuchModel"),
-        ({"architectures": ["NoSuchLM"]}, "the transformers that is installed has no NoSuchLM"),
+        ({"_class_name": "NoSuchModel"}, "the installed diffusers has no NoSuchModel"),
+        ({"architectures": ["NoSuchLM"]}, "the installed transformers has no NoSuchLM"),
         ({"width": 3}, "names no class of diffusers or transformers"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Weights come from safetensors; from pickles only if asked for, and then nothing but tensors."""
+"""Weights are read from safetensors; from pickles only on request, and then only tensors."""
 
 import pickle
 
@@ -11,12 +11,12 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-# a preset of each library, and the name that its library gives to pickled weights
+# a preset of each library, and the library's file name for pickled weights
 LIBRARIES = {"dit-xl": "diffusion_pytorch_model.bin", "llama-3-8b": "pytorch_model.bin"}
 
 
 class Runs:
-    """What a pickle can do to who loads it: here it makes a folder."""
+    """A pickle that runs code when loaded: here it creates a folder."""
 
     def __init__(self, mark):
         self.mark = str(mark)
@@ -28,7 +28,7 @@ class Runs:
 
 
 def pickle_weights(folder, name):
-    """Put a pickle in place of the safetensors of a saved model."""
+    """Replace the safetensors of a saved model by a pickle."""
     (kept,) = folder.glob("*.safetensors")
     torch.save(safetensors.load_file(kept), folder / name)
     kept.unlink()
@@ -36,7 +36,7 @@ def pickle_weights(folder, name):
 
 @pytest.fixture(params=LIBRARIES)
 def pickled(request, tmp_path):
-    """A model and the folder that has its weights as a pickle."""
+    """A model, and the folder with its pickled weights."""
     built = models.build(request.param, tiny=True)
     built.save_pretrained(tmp_path)
     pickle_weights(tmp_path, LIBRARIES[request.param])
@@ -71,7 +71,7 @@ def test_a_pickle_runs_nothing_asked_for_or_not(pickled, tmp_path_factory, save,
     with pytest.raises((ValueError, OSError, pickle.UnpicklingError)):
         models.load(folder, allow_pickle=allowed)
     assert not mark.exists()
-    with file.open("rb") as there:  # it would, if it were unpickled
+    with file.open("rb") as there:  # it exists only if the pickle was executed
         if there.read(2) != b"PK":
             pickle.loads(file.read_bytes())
             assert mark.exists()

@@ -1,4 +1,4 @@
-"""Levels 2 and 3: what nsys and ncu are asked, what they print, and what is made of it."""
+"""Levels 2 and 3: the arguments of nsys and ncu, and the parsing of their output."""
 
 import io
 import json
@@ -10,8 +10,9 @@ from rich.console import Console
 
 from kernelwright.profiling import level1, nsight
 from kernelwright.profiling.advice import Counters, advice
-from kernelwright.profiling.categories import OURS, KernelTime
-from kernelwright.profiling.page import page
+from kernelwright.profiling.categories import KernelTime
+from kernelwright.profiling.kernel_tables import page
+from kernelwright.profiling.our_kernels import pattern
 from kernelwright.profiling.workload import Workload
 
 NSYS = """\
@@ -95,7 +96,7 @@ def test_the_counters_of_ncu_are_read():
 
 
 def test_the_columns_of_newer_and_the_lines_of_several_processes_are_read():
-    """ncu 2024 has columns for rules behind the value, and names the columns for each process."""
+    """ncu 2024 adds columns for rules after the value, and repeats the header for each process."""
     columns = NCU_COLUMNS + ',"Rule Name","Rule Type","Rule Description"'
     one = ncu_line(0, nsight.US, "ns", "10,000") + ',"","",""'
     rule = ncu_line(0, "", "", "") + ',"Bottleneck","INF","some words, with a comma"'
@@ -130,7 +131,7 @@ def test_advice_names_what_holds_a_kernel_back(changed, word):
 
 
 def pretend_tool(monkeypatch, answer):
-    """A tool on the path that `answer(command)` speaks for: its exit code and its words."""
+    """A fake tool on the path: `answer(command)` gives its exit code and output."""
 
     def run(command, **how):
         code, said = answer(command)
@@ -161,14 +162,14 @@ def test_nsys_gives_the_rows_of_level_1(monkeypatch):
 
 def test_ncu_looks_at_the_named_kernels_only(monkeypatch):
     def answer(command):
-        assert after(command, "--kernel-name") == f"regex:{OURS}"
+        assert after(command, "--kernel-name") == f"regex:{pattern()}"
         assert after(command, "--profile-from-start") == "off"
         assert after(command, "--clock-control") == "none"
         Path(after(command, "--log-file")).write_text(ncu_text())
         return 0, ""
 
     pretend_tool(monkeypatch, answer)
-    rows = nsight.profile_ncu(Workload("ltx-video", tiny=True), "exact", OURS, 50)
+    rows = nsight.profile_ncu(Workload("ltx-video", tiny=True), "exact", pattern(), 50)
     assert [(r["level"], r["grid"], r["limiter"]) for r in rows] == [
         (3, "(2688, 1, 1)", "registers"),
         (3, "(2, 1, 1)", None),
@@ -192,7 +193,7 @@ def test_what_ncu_says_when_it_cannot_is_passed_on(monkeypatch, said, code, mess
 
     pretend_tool(monkeypatch, answer)
     with pytest.raises(nsight.CannotProfile, match=message):
-        nsight.profile_ncu(Workload("ltx-video"), "exact", OURS, 50)
+        nsight.profile_ncu(Workload("ltx-video"), "exact", pattern(), 50)
 
 
 def test_a_tool_beside_the_toolkit_is_found_off_the_path(monkeypatch):
@@ -208,7 +209,7 @@ def test_the_tools_need_a_gpu(monkeypatch):
     with pytest.raises(nsight.CannotProfile, match="nsys profiles CUDA GPUs"):
         nsight.profile_nsys(Workload("dit-xl", "cpu", tiny=True), "eager")
     with pytest.raises(nsight.CannotProfile, match="ncu profiles CUDA GPUs"):
-        nsight.profile_ncu(Workload("dit-xl", "cpu", tiny=True), "exact", OURS, 50)
+        nsight.profile_ncu(Workload("dit-xl", "cpu", tiny=True), "exact", pattern(), 50)
 
 
 def test_graph_breaks_and_advice_are_on_the_page():

@@ -1,4 +1,4 @@
-"""The bar holds what it says: neither a worse kernel nor an unwritten element gets past it."""
+"""The error bound works: it catches a worse kernel and an unwritten element."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Where to run: which GPU counts as idle, and what is said where none is."""
+"""Choice of device: which GPU counts as idle, and the error if none is."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ BUSY, IDLE, UNKNOWN = gpu(0, 9000, 97, 1), gpu(1, 4, 0, 0), gpu(1, None, None, 0
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretends that torch and nvidia-smi see these GPUs."""
+    """Pretend that torch and nvidia-smi see these GPUs."""
 
     def with_gpus(*gpus, visible=None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
@@ -59,7 +59,7 @@ def test_a_line_says_that_no_gpu_is_idle(machine, command):
 
 
 def test_a_process_that_is_on_a_gpu_stays_there(machine, monkeypatch):
-    """nvidia-smi would count it as somebody else's work."""
+    """nvidia-smi would count this process as another user of the GPU."""
     machine(BUSY, IDLE)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,26 +1,26 @@
-"""Where the time goes: kernels by category, level 1, and the command."""
+"""Profiling: kernels by category, level 1, and the command."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from kernelwright import models
-from kernelwright.bench import results
+from kernelwright.checking.planned_kernels import kernels
 from kernelwright.commands.profile import profile
+from kernelwright.measure import results
+from kernelwright.ops.declared_ops import internal
+from kernelwright.ops.op import Op, registry
 from kernelwright.profiling import level1, nsight
 from kernelwright.profiling.categories import (
     CATEGORIES,
     KernelTime,
     by_category,
     category,
-    is_ours,
     split,
 )
+from kernelwright.profiling.our_kernels import is_ours, launched_by
 from kernelwright.profiling.record import record
 from kernelwright.profiling.workload import Workload
 from kernelwright.report import page, read
@@ -89,21 +89,33 @@ def test_every_category_has_a_name_that_is_tested():
     assert set(NAMES.values()) == set(CATEGORIES)
 
 
-def test_the_kernels_that_this_library_launches_are_known_as_ours():
-    """By the names in the sources: a new kernel under another name is missed by ncu."""
-    ops = Path(models.__file__).parents[1] / "ops"
-    cuda = {f"kernelwright_{path.parent.name}" for path in ops.glob("*/cuda.cuh")}
-    triton = {
-        name
-        for path in ops.glob("*/*.py")
-        for name in re.findall(r"\bkernel=(\w+_kernel)\b", path.read_text())
-    }
-    assert len(cuda) >= 3
-    assert len(triton) >= 4
-    for name in cuda | triton:
+def test_the_kernels_that_ops_launch_are_found_from_their_declarations():
+    """By the names in their plans: ncu would miss a kernel that is not listed."""
+    launched = set()
+    for op in registry().values():
+        if isinstance(op, Op):
+            for backend in {"triton", "cuda"} & set(op.backends):
+                for planned in kernels(backend, "sm_90", everything=True, ops=[op]):
+                    launch = planned.launch
+                    name = launch.entry if backend == "cuda" else launch.kernel.__name__
+                    assert op in launched_by(name), (op.name, name)
+                    launched.add(name)
+    assert len(launched) >= 8
+    # and those of ops without cases or without a planner
+    for name in {*launched, "attention_kernel", "attention_few_keys_kernel", "quantize_kernel"}:
         assert is_ours(name)
         assert category(name) != "other"
-    assert not is_ours("softmax_row_kernel")
+    for name in ("softmax_row_kernel", "load", "elementwise_kernel"):
+        assert not is_ours(name)
+
+
+def test_a_declared_category_counts_where_the_name_does_not_tell():
+    for op in (*registry().values(), *internal.values()):
+        assert op.category is None or op.category in CATEGORIES
+        assert category(f"kernelwright::{op.name}") != "other", op.name
+    assert category("kernelwright::gated_residual") == "modulation"
+    # a kernel compiled ahead of time has a number after its name
+    assert category("kernelwright_row_17") == category("kernelwright_row") == "norm"
 
 
 def test_the_split_is_of_all_the_time():
@@ -174,7 +186,7 @@ def test_eager_and_exact_stand_side_by_side(tmp_path, monkeypatch):
     assert "the CPU's times" in " ".join(result.output.split())
     kept = json.loads(out.read_text())
     assert kept["kind"] == "profile"
-    assert kept["environment"] == {"gpu": None, "torch": "2.13"}  # it took no part in this
+    assert kept["environment"] == {"gpu": None, "torch": "2.13"}  # it was not involved
     assert [row["config"] for row in kept["rows"]] == ["eager", "exact"]
     for row in kept["rows"]:
         assert sum(row["categories"].values()) == pytest.approx(row["kernel_ms"])
@@ -225,7 +237,7 @@ def test_a_model_of_full_size_does_not_go_to_the_cpu_unasked():
 
 
 def test_the_result_file_is_on_the_report_page(tmp_path):
-    """What `profile` writes, `report` reads: the same row through both."""
+    """`report` reads what `profile` writes."""
     row = level1.summary(
         Workload("ltx-video", "cpu", tiny=True), "eager", [KernelTime("aten::mm", 3, 2.0)], level=1
     )

@@ -1,4 +1,4 @@
-"""Result files say where they come from, and the tables of README.md are made of them."""
+"""Result files record their environment, and the tables of README.md are generated from them."""
 
 import json
 import subprocess
@@ -6,8 +6,9 @@ import subprocess
 import pytest
 from result_files import MODELS, VIDEOS, model_row, write_results
 
-from kernelwright.bench import published, results
 from kernelwright.errors import BadSetting
+from kernelwright.measure import results
+from kernelwright.report import readme_tables
 
 
 def readme(tmp_path, *sections):
@@ -23,7 +24,7 @@ def test_tables_stand_between_the_markers_that_are_there(tmp_path):
     rows = [row | {"sizes": sizes} for row in (*MODELS, model_row("exact+graphs", 50.0))]
     write_results(folder / "models", "models", *rows)
     path = readme(tmp_path, "models")
-    published.update(path, tmp_path / "results")
+    readme_tables.update(path, tmp_path / "results")
     text = path.read_text()
     line = (
         "| `ltx-video` 49f 768×512 batch 2 | 100.0 | 90.0 (1.11×) | 80.0 (1.25×) = | 50.0 (2.00×) ="
@@ -33,14 +34,14 @@ def test_tables_stand_between_the_markers_that_are_there(tmp_path):
     assert text.startswith("# before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    published.update(path, tmp_path / "results")
+    readme_tables.update(path, tmp_path / "results")
     assert path.read_text() == text
 
 
 def test_videos_have_a_table_too(tmp_path):
     write_results(tmp_path / "results" / "h200" / "videos", "video", *VIDEOS)
     path = readme(tmp_path, "videos")
-    published.update(path, tmp_path / "results")
+    readme_tables.update(path, tmp_path / "results")
     title = "ltx-video 49f 768×512, 30 steps"
     assert f"| {title} | exact+graphs | 2.0 | 46.7 | 40.8 | 1.50× | same bits |" in path.read_text()
     assert f"| {title} | compile | 2.4 | 60.0 | 49.0 | 1.25× | 38.2 dB |" in path.read_text()

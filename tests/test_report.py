@@ -1,4 +1,4 @@
-"""`kernelwright report`: what the page and the pictures show, and which files are refused."""
+"""`kernelwright report`: the content of the page and the charts, and refused files."""
 
 import html
 import re
@@ -26,13 +26,13 @@ from kernelwright.commands.report import report
 from kernelwright.report import page, read
 from kernelwright.report.charts import nice_step
 from kernelwright.report.figures import devices
-from kernelwright.report.lead import exact_sentence, lead
+from kernelwright.report.sentences import exact_sentence, lead
 
 invoke = invoked(report)
 
 
 class Outline(HTMLParser):
-    """Tags that are open and never closed, addresses, and the cells of every table row."""
+    """Unclosed tags, URLs, and the cells of every table row."""
 
     def __init__(self, text):
         super().__init__()

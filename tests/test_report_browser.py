@@ -27,7 +27,7 @@ CHROMIUM = shutil.which("chromium", path=PLACES) or shutil.which("chromium-brows
 PAPER = {"dark": "rgb(22, 22, 20)", "light": "rgb(251, 250, 248)"}
 SCHEMES = {"dark": 0, "light": 1}
 
-# a frame as wide as the screen: a window of its own may not be that narrow
+# an iframe of the screen's width: a window cannot be that narrow
 FRAME = """<!doctype html><meta name="color-scheme" content="light dark">
 <iframe src="report.html" width="WIDTH" height="844" style="border: 0"></iframe>
 <title></title><script>onload = () => {
@@ -49,7 +49,7 @@ FRAME = """<!doctype html><meta name="color-scheme" content="light dark">
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A page of the recorded results and of every other kind of row."""
+    """A page with the recorded results and every other kind of row."""
     folder = tmp_path_factory.mktemp("report")
     rows = [model_row("eager", split=BEFORE), model_row("exact", 80.0, split=AFTER)]
     long = counted_row(name="void at::native::vectorized_elementwise_kernel<4, Binary>" * 2)
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_set_up_never_fails_for_want_of_chromium(tmp_path):
-    """Where none can be had it says so in one line; where one is installed it does nothing."""
+    """If none can be downloaded it says so in one line; if one is installed it does nothing."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "rm").symlink_to(shutil.which("rm"))
@@ -84,7 +84,7 @@ def test_the_set_up_never_fails_for_want_of_chromium(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: tests/get_chromium.sh .venv fetches one")
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1280, "dark")])
 def test_the_page_opens_in_a_browser(folder, width, scheme):
-    """No word in the console, nothing hidden or wider than the window, the scheme's colours."""
+    """No console output, nothing hidden or wider than the window, the colours of the scheme."""
     frame = folder / f"frame-{width}.html"
     frame.write_text(FRAME.replace("WIDTH", str(width)))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]

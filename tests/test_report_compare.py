@@ -1,4 +1,4 @@
-"""`kernelwright compare`: what became worse or better between two runs, and its exit code."""
+"""`kernelwright compare`: regressions and improvements between two runs, and exit codes."""
 
 import json
 

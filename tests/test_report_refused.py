@@ -1,4 +1,4 @@
-"""What `kernelwright report` refuses, each in one line: files that are no results, bad paths."""
+"""What `kernelwright report` refuses, each in one line: other files, bad paths."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_what_is_no_result_file_is_refused_in_one_line(written, tmp_path, change
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "no such file"), ("{", "not JSON"), ("[]", "names no schema")]
+    ("content", "said"), [(None, "no such file"), ("{", "not JSON"), ("[]", "has no schema")]
 )
 def test_missing_and_foreign_files_are_refused(tmp_path, content, said):
     path = tmp_path / "x.json"

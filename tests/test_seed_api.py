@@ -62,9 +62,9 @@ def test_the_rope_3d_example(device, grid):
     for before, after in ((query, turned_query), (key, turned_key)):
         assert after.shape == before.shape
         assert after.dtype == torch.bfloat16
-        # the first token sits at frame 0, row 0, column 0: no turn
+        # the first token is at frame 0, row 0, column 0: no rotation
         assert torch.equal(after[:, 0], before[:, 0])
-        # a turn keeps the length of each head's vector, up to one rounding of each element
+        # a rotation keeps the length of each head's vector, up to one rounding of each element
         torch.testing.assert_close(
             after.double().norm(dim=-1), before.double().norm(dim=-1), rtol=2**-8, atol=0
         )

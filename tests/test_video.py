@@ -31,14 +31,14 @@ def invoke(*args):
 
 
 def made(*args):
-    """What a command prints as JSON."""
+    """The JSON output of a command."""
     result = invoke(*args, *SMALL_OPTIONS, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def played(path):
-    """Frames [frames, height, width, 3] of a file, and how many of them a second shows."""
+    """Frames [frames, height, width, 3] of a file, and its frames per second."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         frames = [torch.from_numpy(f.to_ndarray(format="rgb24")) for f in container.decode(stream)]
@@ -52,7 +52,7 @@ def pipe():
 
 @pytest.fixture
 def compiled_blocks(monkeypatch):
-    """Blocks given to torch.compile, which traces them and leaves out the slow C++ compiler."""
+    """The blocks given to torch.compile, which traces them without the slow C++ compiler."""
     blocks = []
     compile_module = nn.Module.compile
 
@@ -108,11 +108,11 @@ def test_weights_come_from_a_folder(tmp_path):
     loaded = source.pipeline(str(tmp_path / "weights"), **cpu)
     expected = run.generate(other, SMALL).latents
     assert torch.equal(run.generate(loaded, SMALL).latents, expected)
-    with pytest.raises(BadSetting, match="goes with random weights"):
+    with pytest.raises(BadSetting, match="has random weights"):
         source.pipeline(str(tmp_path / "weights"), tiny=True, **cpu)
     with pytest.raises(BadSetting, match="is a FluxTransformer2DModel, expected an LTXPipeline"):
         source.pipeline("flux-dev", **cpu)
-    with pytest.raises(BadSetting, match="is no preset, no model in a folder"):
+    with pytest.raises(BadSetting, match="is not a preset, a folder with a model"):
         source.pipeline("no such folder", **cpu)
 
 
@@ -174,7 +174,7 @@ def test_bench_compares_with_eager_and_keeps_the_result(tmp_path):
         assert row["speedup"] == pytest.approx(eager["total_s"] / row["total_s"])
         assert row["config"] in result.output
     assert exact["replaced"] > 0
-    (file,) = read([out])  # what it writes, `report` reads
+    (file,) = read([out])  # `report` reads the file
     assert [row.config for row in file.video] == names
     assert file.environment.device == "CPU"
     assert "ltx-video tiny 9f 64×32 float32, 3 steps" in page([file])
@@ -199,7 +199,7 @@ def eager_run(pipe):
 
 @pytest.fixture
 def disturbed(monkeypatch, eager_run):
-    """Every measurement gives one run, but for some of them its latents are changed."""
+    """Every measurement returns the same run, for some with changed latents."""
 
     def disturb(when, change):
         count = iter(range(10))
@@ -246,7 +246,7 @@ def test_bits_are_not_asked_for_where_eager_does_not_repeat_itself(disturbed, pi
     disturbed(lambda n, way: n > 0, lambda latents: latents * 1.001)
     rows = compare.compare(pipe, SMALL, [ways.Way("exact")])
     assert not any("failed" in row for row in rows)
-    assert "Eager does not repeat itself" in compare.remarks(rows)[0]
+    assert "Two runs of eager differ" in compare.remarks(rows)[0]
 
 
 def test_psnr_is_over_the_range_of_eager():

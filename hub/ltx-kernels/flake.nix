@@ -1,5 +1,5 @@
 {
-  description = "Fused kernels for LTX-Video and its kin";
+  description = "Fused kernels for LTX-Video and similar models";
 
   inputs.kernel-builder.url = "github:huggingface/kernels";
 

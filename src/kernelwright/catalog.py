@@ -13,8 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-import kernelwright
-
+from . import ops
 from .ops import checks
 from .ops.op import Composite, Op, registry
 
@@ -24,7 +23,7 @@ SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One op as a reader meets it."""
+    """One op, as shown to the user."""
 
     name: str
     formula: str
@@ -57,11 +56,11 @@ def entries() -> list[Entry]:
 
 def entry(name: str) -> Entry:
     """One op; a KeyError that suggests the nearest names if there is none."""
-    ops = registry()
-    if name not in ops:
-        near = difflib.get_close_matches(name, ops, n=3) or sorted(ops)
+    known = registry()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3) or sorted(known)
         raise KeyError(f"there is no op {name!r}; did you mean {', '.join(near)}?")
-    return _entry(ops[name])
+    return _entry(known[name])
 
 
 def table(listed: list[Entry]) -> RenderableType:
@@ -75,7 +74,7 @@ def table(listed: list[Entry]) -> RenderableType:
 
 
 def markdown(listed: list[Entry]) -> str:
-    """The same table as README.md holds it."""
+    """The same table in Markdown, for docs/ops/index.md and the Hub package's card."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for e in listed:
         name, formula, *rest = (c.replace("|", "\\|") for c in e.cells())
@@ -83,8 +82,15 @@ def markdown(listed: list[Entry]) -> str:
     return "\n".join(lines)
 
 
+def fill_section(text: str, name: str, content: str) -> str:
+    """Markdown with `content` between its markers `<!-- name:begin -->` and `<!-- name:end -->`."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
+
+
 def page(e: Entry) -> RenderableType:
-    """One op in full: signature, docstring, what is exact, and its cases."""
+    """One op in full: signature, docstring, exact modes, and its cases."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("backends", Text(", ".join(e.backends)))
     facts.add_row("dtypes", Text(", ".join(e.dtypes)))
@@ -105,10 +111,10 @@ def _exact_text(e: Entry) -> str:
 
 
 def public(op: Op | Composite) -> Callable[..., Any]:
-    """The function a caller knows an op by: ours, or that of the package which declares it."""
-    if isinstance(op, Op) and not hasattr(kernelwright, op.name):
+    """The public function of an op: ours, or that of the package that declares it."""
+    if isinstance(op, Op) and not hasattr(ops, op.name):
         return getattr(sys.modules[op.check.__module__], op.name, op.reference)
-    return getattr(kernelwright, op.name, op.reference)
+    return getattr(ops, op.name, op.reference)
 
 
 def _entry(op: Op | Composite) -> Entry:
@@ -128,7 +134,7 @@ def _entry(op: Op | Composite) -> Entry:
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    """The parameters as one would type them; annotations are in the docstring's words."""
+    """The parameters without annotations; the docstring explains the types."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(inspect.Signature(bare))

@@ -1,4 +1,4 @@
-"""The `kernelwright` command. Thin: every command calls one function and prints what it returns."""
+"""The `kernelwright` command: each subcommand calls one function and prints its result."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def main(
 ) -> None:
     """Fused GPU kernels for diffusers and transformers models. The same bits, faster.
 
-    Start with `kernelwright doctor`: it says what this machine can run. Then `kernelwright ops`
-    lists the kernels, `kernelwright inspect ltx-video` shows where they go in a model, and
+    Start with `kernelwright doctor`: it shows what this machine can run. Then `kernelwright ops`
+    lists the kernels, `kernelwright inspect ltx-video` shows where a model would use them, and
     `kernelwright demo` generates frames with and without them.
     """
 
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Say what this machine can run, and which backend each op will use on it.
+    """Show what this machine can run, and which backend each op will use on it.
 
-    Looks at the driver, the GPUs and which of them are idle, torch, Triton, NVRTC and its headers,
-    and the folder where compiled kernels are kept. Exits with 0 when kernelwright is usable (it is
-    without a GPU too: the ops run their PyTorch reference), and with 1 and one line that says what
+    Checks the driver, the GPUs and which of them are idle, torch, Triton, NVRTC and its headers,
+    and the folder where compiled kernels are cached. Exits with 0 when kernelwright is usable (also
+    without a GPU: the ops then run their PyTorch reference), and with 1 and one line that says what
     to do when it is not.
     """
     console = Console()
@@ -85,7 +85,8 @@ def ops(
 
     With a NAME: its signature and documentation, its exact modes, and the cases that test it.
 
-    `exact` names an eager chain: `rmsnorm(x, exact="diffusers")` gives the bits of its RMSNorm.
+    `exact` names an eager chain: `rmsnorm(x, exact="diffusers")` gives the bits of diffusers'
+    RMSNorm.
     """
     from . import catalog
 
@@ -116,11 +117,11 @@ def inspect(
     numerics: Annotated[str, typer.Option(help="exact or fused.")] = "exact",
     as_json: JsonOption = False,
 ) -> None:
-    """Show how a model is built, and what `inject` would do with each part of it, and why not.
+    """Show the structure of a model, and what `inject` would do with each part of it, or why not.
 
-    Nothing is loaded but the config: the model is built without memory, so a 12B model takes a
-    second. One row for every place that could be fused: where it is, its class, how many there are,
-    whether it has a weight, and what replaces it.
+    Only the config is loaded and the model is built on the meta device, so a 12B model takes a
+    second. Prints one row for every module that could be fused: where it is, its class, how many
+    there are, whether it has a weight, and what replaces it.
     """
     from . import inspect as look
     from .inject.report.table import architecture
@@ -160,10 +161,11 @@ def models(as_json: JsonOption = False) -> None:
 def demo(
     device: Annotated[
         str | None,
-        typer.Option(help="Where to run: cuda, cuda:1 or cpu. An idle GPU if there is one."),
+        typer.Option(help="Where to run: cuda, cuda:1 or cpu. By default an idle GPU."),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="LTX-Video 2B at 49 frames of 768 × 512, not a tiny one.")
+        bool,
+        typer.Option("--full", help="LTX-Video 2B at 49 frames of 768 × 512, not the tiny model."),
     ] = False,
     save: Annotated[
         Path | None, typer.Option(help="Write a picture of the frames before and after.")
@@ -174,8 +176,8 @@ def demo(
 
     The pipeline (T5 encoder, transformer, VAE, scheduler) is built from its configs with random
     weights: nothing is downloaded. It runs in plain diffusers, injected in each tier, and restored.
-    The page shows what was replaced, whether the frames have the same bits, their error against a
-    float32 run, and the time of a denoise step. On the CPU the times say nothing.
+    The output shows what was replaced, whether the frames have the same bits, their error against a
+    float32 run, and the time of a denoising step. Times on the CPU say nothing.
     """
     from . import demo as shown
     from .errors import BadSetting, CannotRun

@@ -1,7 +1,7 @@
 """`kernelwright demo`: frames of an LTX-Video pipeline before and after injection.
 
 The pipeline is built from its configs with random weights, so nothing is downloaded; its frames are
-noise, and the same noise bit for bit where "exact" says so.
+noise, and in "exact" the same noise bit for bit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .backends import installed
-from .bench.results import check_writable
 from .errors import CannotRun
 from .inject import Report, inject, restore
 from .inject.verify.accuracy import error as error_against
+from .measure.results import check_writable
 from .place import choose_device, choose_dtype
 from .video.settings import PROMPT
 
@@ -51,8 +51,8 @@ FULL = Size(False, 49, 512, 768)
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run the pipeline: whether its frames have eager's bits, their error against a
-    float32 run, milliseconds of a denoise step, and seconds of its first run."""
+    """One configuration: whether its frames have eager's bits, their error against a float32 run,
+    milliseconds per denoising step, and seconds of its first run."""
 
     name: str
     equal: bool
@@ -89,7 +89,7 @@ class Result:
 def run(
     device: str | None, console: Console, *, full: bool = False, save: Path | None = None
 ) -> Result:
-    """Generate frames in plain diffusers, injected, restored; compare and time them."""
+    """Generate frames in plain diffusers, injected, and restored; compare and time them."""
     if not installed("diffusers") or not installed("transformers"):
         raise CannotRun("diffusers is not installed: pip install 'kernelwright[models]'")
     from . import models
@@ -98,10 +98,10 @@ def run(
     if save is not None:
         check_writable(save, "--save")
     place = choose_device(device, tiny=size.tiny)
-    # on the CPU too: a float32 run could not be held against float32
+    # bfloat16 on the CPU too: in float32 the error against float32 would be zero
     dtype = torch.bfloat16 if place.type == "cpu" else choose_dtype(None, place)
     ways = _ways(place)
-    # a CPU without bfloat16 says so once, at length
+    # a CPU without bfloat16 warns once, at length
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     columns = ("{task.description}", BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -119,7 +119,7 @@ def run(
             begin = time.perf_counter()
             frames, seconds = _timed(pipe, size, place)
             first = time.perf_counter() - begin
-            if place.type == "cuda":  # again, warm; on the CPU times say nothing anyway
+            if place.type == "cuda":  # time it warm; times on the CPU say nothing anyway
                 frames, seconds = _timed(pipe, size, place)
             expected = frames if expected is None else expected
             report = report or found
@@ -135,8 +135,8 @@ def run(
 
 
 def _ways(place: torch.device) -> dict[str, Callable[[Any], Report | None]]:
-    """What is done to the pipeline before it runs, by name; the first is what others are held
-    against."""
+    """How each configuration prepares the pipeline, by name; the others are compared with the
+    first."""
     ways: dict[str, Callable[[Any], Report | None]] = {
         "eager": lambda pipe: None,
         "exact": inject,
@@ -162,7 +162,7 @@ def _row(
     before: list[Row],
 ) -> Row:
     equal, error = torch.equal(frames, expected), error_against(frames, truth)
-    # of a few frames the errors of two equally good roundings differ by chance
+    # over a few frames the errors of two equally good roundings differ by chance
     passed = error <= 1.5 * before[0].error if "fused" in name else equal
     return Row(name, equal, error, seconds * 1e3, first, passed)
 
@@ -188,7 +188,7 @@ def _frames(pipe: Any, size: Size, each_step: Callable[[], None] | None = None) 
 
 
 def _timed(pipe: Any, size: Size, place: torch.device) -> tuple[Tensor, float]:
-    """The frames, and the seconds of one denoise step."""
+    """The frames, and the seconds per denoising step."""
     ends: list[float] = []
 
     def note() -> None:
@@ -212,7 +212,7 @@ def _wide(pipe: Any) -> Any:
 
 
 def _save(path: Path, before: Tensor, after: Tensor) -> None:
-    """A picture: eager's frames above, those of the last way below."""
+    """A picture: eager's frames above, those of the last configuration below."""
     from PIL import Image
 
     rows = [torch.cat(list(frames[::2].cpu().float()), dim=2) for frames in (before, after)]
@@ -237,9 +237,7 @@ def page(result: Result) -> RenderableType:
         )
     lines: list[RenderableType] = [result.report, "", table]
     if result.device == "CPU":
-        lines.append(
-            "On the CPU the ops run in plain PyTorch: the bits count here, the times do not."
-        )
+        lines.append("On the CPU the ops run in plain PyTorch: compare the bits, not the times.")
     if result.saved:
         lines.append(f"Frames before and after: {result.saved}")
     return Group(*lines)

@@ -21,13 +21,13 @@ from .gpus import Gpu, nvidia_smi, torch_gpu
 from .ops.linear import algorithms
 from .ops.op import Choice, Composite, Op, registry
 
-# the oldest GPUs that torch's own CUDA 13 builds serve
+# the oldest GPUs that torch's own CUDA 13 builds support
 MIN_CAPABILITY = (7, 5)
 
 
 @dataclass(frozen=True)
 class OpBackend:
-    """Which backend an op takes on this machine, why, and which one keeps eager's bits."""
+    """Which backend an op uses on this machine, why, and which one keeps eager's bits."""
 
     op: str
     backend: str
@@ -37,8 +37,8 @@ class OpBackend:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `kernelwright doctor` knows. `problem` is None on a usable machine, else one line
-    that says what to do; `notes` are what could be better."""
+    """Everything `kernelwright doctor` found. `problem` is None on a usable machine, else one line
+    that says what to do; `notes` says what could be improved."""
 
     system: str
     python: str
@@ -70,7 +70,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at this machine. Starts no GPU work beyond asking for its name."""
+    """Examine this machine. Starts no GPU work beyond querying the GPU's name."""
     driver, gpus, smi_error = nvidia_smi()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and count:
@@ -88,7 +88,7 @@ def examine() -> Report:
     if not cache.writable():
         why = cache.problem() or f"{cache.folder} cannot be written"
         notes.append(
-            f"{why}, so each process compiles anew: "
+            f"{why}, so each process compiles again: "
             f"set KERNELWRIGHT_CACHE to a writable folder of your own"
         )
     return Report(
@@ -135,7 +135,7 @@ def page(report: Report) -> RenderableType:
     fact("cuda_bf16.h", report.headers)
     fact("kernel cache", report.cache + ("" if report.cache_writable else " (not writable)"))
     if report.cublaslt:
-        fact("products", report.cublaslt)
+        fact("GEMM", report.cublaslt)
 
     ops = Table("op", "backend", "exact mode", "why", header_style="bold")
     for o in report.ops:
@@ -159,7 +159,7 @@ def _gpu_text(gpu: Gpu) -> str:
 def _problem(
     driver: str | None, gpus: tuple[Gpu, ...], count: int, smi_error: str | None
 ) -> str | None:
-    """One line that says what to do, if a GPU is there and torch cannot use it."""
+    """One line that says what to do, if there is a GPU that torch cannot use."""
     if count:
         major, minor = torch.cuda.get_device_capability(0)
         if (major, minor) < MIN_CAPABILITY:
@@ -211,9 +211,9 @@ def _op_backends(on_gpu: bool) -> tuple[OpBackend, ...]:
 def choose(
     op: Op | Composite, device: torch.device, dtype: torch.dtype, exact: str | None = None
 ) -> Choice:
-    """The backend an op takes for tensors of this device and dtype, and why."""
+    """The backend an op uses for tensors of this device and dtype, and why."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reason is in the answer
+        warnings.simplefilter("ignore")  # the reason is in the result
         return op.choose_for(device, dtype, exact)
 
 
@@ -228,7 +228,7 @@ def _nvrtc() -> tuple[str | None, str | None]:
     except RuntimeError as error:  # the library itself was not found
         return None, f"NVRTC cannot be loaded ({str(error).splitlines()[0]})"
     if int(status) != 0:
-        return None, f"NVRTC answers with error {int(status)}"
+        return None, f"NVRTC returns error {int(status)}"
     return f"{major}.{minor}", None
 
 

@@ -1,4 +1,4 @@
-"""Errors that a command says in one line."""
+"""Errors that a command prints as one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, asked of nvidia-smi: which they are, and which are idle."""
+"""The GPUs of this machine according to nvidia-smi, and which of them are idle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-# a GPU counts as idle below these: a bare driver context holds a few MiB
+# a GPU is idle up to these limits: a bare driver context holds a few MiB
 IDLE_MIB = 32
 IDLE_PERCENT = 5
 _SMI_FIELDS = "uuid,index,name,driver_version,compute_cap,memory.total,memory.used,utilization.gpu"
@@ -34,7 +34,7 @@ class Gpu:
 
 
 def nvidia_smi() -> tuple[str | None, tuple[Gpu, ...], str | None]:
-    """Driver version, GPUs and, if nvidia-smi is there but fails, its words."""
+    """Driver version, GPUs and, if nvidia-smi exists but fails, its error message."""
     if shutil.which("nvidia-smi") is None:
         return None, (), None
     try:
@@ -79,7 +79,7 @@ def _number(text: str) -> int | None:
 
 
 def torch_gpu(index: int) -> Gpu:
-    """What torch knows of a GPU, where there is no nvidia-smi."""
+    """A GPU as torch sees it, where there is no nvidia-smi."""
     properties = torch.cuda.get_device_properties(index)
     memory = properties.total_memory >> 20
     capability = (properties.major, properties.minor)

@@ -1,4 +1,4 @@
-"""Where to run, and in which dtype: an idle GPU, unless a device is named."""
+"""Choose device and dtype: an idle GPU, unless a device is named."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def choose_device(name: str | None, *, tiny: bool = False) -> torch.device:
         if tiny:
             return torch.device("cpu")
         raise CannotRun(
-            "torch sees no GPU: --device cpu takes the CPU, for hours; a tiny model takes seconds"
+            "torch sees no GPU: --device cpu runs on the CPU, for hours; a tiny model takes seconds"
         )
-    if torch.cuda.is_initialized():  # nvidia-smi would count this process among the others
+    if torch.cuda.is_initialized():  # nvidia-smi would count this process as a user of the GPU
         return torch.device("cuda", torch.cuda.current_device())
     gpus = _visible(nvidia_smi()[1])
     idle = [index for index, gpu in gpus.items() if gpu.idle]
     if idle:
         return torch.device("cuda", idle[0])
     unknown = [index for index, gpu in gpus.items() if gpu.idle is None]
-    if unknown or not gpus:  # nobody can tell: torch's own choice
+    if unknown or not gpus:  # idleness is unknown: use torch's own choice
         return torch.device("cuda", unknown[0] if unknown else torch.cuda.current_device())
     told = ", ".join(
         f"cuda:{i} has {g.processes} processes, {g.used} MiB used, {g.busy_percent}% busy"
@@ -65,8 +65,8 @@ def _named(name: str) -> torch.device:
 
 
 def _visible(gpus: tuple[Gpu, ...]) -> dict[int, Gpu]:
-    """GPUs by torch's number, which counts those of CUDA_VISIBLE_DEVICES only; none of them if
-    that does not name them by number."""
+    """GPUs by torch's index, which counts only those in CUDA_VISIBLE_DEVICES; empty if that
+    variable does not list indices."""
     by_number = {str(gpu.index): gpu for gpu in gpus}
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = list(by_number) if asked is None else [n.strip() for n in asked.split(",")]

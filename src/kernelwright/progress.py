@@ -1,4 +1,4 @@
-"""A bar over the steps of what takes longer than two seconds."""
+"""A progress bar for commands that take longer than two seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-# told the name of what begins and its steps; gives what to call after each step
+# called with a name and a number of steps; returns the function to call after each step
 Show = Callable[[str, int], Callable[[], None]]
 
 
@@ -18,7 +18,7 @@ def show_nothing(name: str, steps: int) -> Callable[[], None]:
 
 @contextmanager
 def steps_shown(console: Console, *, quiet: bool) -> Iterator[Show]:
-    """The bar is there for as long as a `with` lasts."""
+    """Show the bar during a `with` block."""
     if quiet:
         yield show_nothing
         return

@@ -29,9 +29,9 @@ def inject_optimized_kernels(pipe: Any) -> dict[str, int]:
 def patch_rmsnorm_modules(model: nn.Module) -> int:
     """Have every RMSNorm of a model run in one kernel; returns how many do."""
     norms = [m for m in model.modules() if type(m).__name__ == "RMSNorm"]
-    if norms and not any(forwards.current(m) for m in norms):
+    if norms and not any(forwards.installed(m) for m in norms):
         inject(model, only="RMSNorm")
-    return sum(forwards.current(m) is not None for m in norms)
+    return sum(forwards.installed(m) is not None for m in norms)
 
 
 class OptimizedLTXVideoAttnProcessor:

@@ -1,5 +1,5 @@
 """What `kernelwright check` compiles for one op, for all of them."""
 
-from kernelwright.checking.planned import TARGETS, Kernel, kernels, usage
+from kernelwright.checking.planned_kernels import TARGETS, Kernel, kernels, usage
 
 __all__ = ["TARGETS", "Kernel", "kernels", "usage"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernelwright.backends import aot, cuda, triton
+from kernelwright.backends import aot, cuda, torch_internals, triton
 from kernelwright.backends.cuda import CudaLaunch
 
 KERNEL = 0x7F0000001000
@@ -35,7 +35,7 @@ class Driver:
 def stream(monkeypatch):
     """The current stream of each device, by number."""
     streams = {0: 0, 1: 0}
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.__getitem__, raising=False)
+    monkeypatch.setattr(torch_internals, "raw_stream", streams.__getitem__)
     return streams
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from planned import TARGETS, Kernel, kernels
 
-from kernelwright.ops.attention import foreign, launch
+from kernelwright.ops.attention import custom_kernels, launch
 from kernelwright.ops.channel_norm import CHANNEL_NORM
 from kernelwright.ops.fp8 import QUANTIZE
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
@@ -48,7 +48,7 @@ def attention(arch: str, dtype: torch.dtype, keys: int) -> Kernel:
     a kernel of their own, with a mask."""
     query = torch.empty(1, 8, 512, 64, dtype=dtype, device="meta")
     key, mask = query[:, :, :keys], query.new_empty(1, 1, 1, keys) if keys <= 128 else None
-    out = foreign.allocate(query, key, key)
+    out = custom_kernels.allocate(query, key, key)
     values = {"query": query, "key": key, "value": key, "mask": mask, "out": out}
     values |= {"scale": None, "causal": False}
     call = Call(values, op="attention", exact=None, target=TARGETS[arch])

@@ -33,7 +33,7 @@ class Block:
 
 
 class Wrong(AssertionError):
-    """A block names something that is not there, or does not run."""
+    """A block names something that does not exist, or fails."""
 
 
 def documents() -> list[Path]:

@@ -1,7 +1,7 @@
 """The commands of a `bash` block: each must exist.
 
-Those of `kernelwright` run in this process. Of `pip`, `make`, `git`, `python` and `kernels` it is
-checked that what they name is there.
+Commands of `kernelwright` run in this process. For `pip`, `make`, `git`, `python` and `kernels`
+only the names in their arguments are checked.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def _kernelwright(block: Block, words: list[str], given: dict[str, str], folder:
 
 
 def _is_slower_only(said: str) -> bool:
-    """Whether `compare` found times that changed and nothing else: other tests are on that GPU."""
+    """Whether `compare` found only changed times: other tests may use the same GPU."""
     return "rows compared" in said and not re.search(r"│ (bits|result|mismatches) ", said)
 
 
 def _pip(block: Block, words: list[str], folder: Path, installed: ExitStack) -> None:
-    """`pip install`: of our extras, of what we depend on, or of a package that lies there."""
+    """`pip install` of our extras, of a dependency, or of a local package."""
     if words[0] != "install":
         raise Wrong(f"{block.name}: pip {words[0]}, expected install")
     project = _project()
@@ -102,7 +102,7 @@ def _pip(block: Block, words: list[str], folder: Path, installed: ExitStack) -> 
 
 
 def _install(block: Block, name: str, folder: Path, installed: ExitStack) -> None:
-    """A package of an op, which the block has made, is put where pip would leave it."""
+    """Install the op package that the block has created, as pip would."""
     if name == ".":
         return
     made = (folder / name).resolve()
@@ -118,7 +118,7 @@ def _install(block: Block, name: str, folder: Path, installed: ExitStack) -> Non
 
 
 def _script(block: Block, words: list[str]) -> None:
-    """`python SCRIPT` in the checkout or beside the page; `python -m pytest PATH`."""
+    """`python SCRIPT` in the checkout or next to the page; `python -m pytest PATH`."""
     if words[:2] == ["-m", "pytest"]:
         paths = [w for w in words[2:] if "/" in w]
     elif words[0].endswith(".py"):

@@ -12,7 +12,7 @@ HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 
 
 def links(text: str) -> Iterator[str]:
-    """Where a page leads to, within the documentation."""
+    """The links of a page within the documentation."""
     for found in LINK.finditer(INLINE.sub("", FENCED.sub("", text))):
         target = found[1] or found[2]
         if not re.match(r"[a-z]+:", target):
@@ -20,7 +20,7 @@ def links(text: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The names of its headings, as GitHub and mkdocs both make them."""
+    """The anchors of its headings, as both GitHub and mkdocs generate them."""
     return {
         re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
         for heading in HEADING.findall(FENCED.sub("", text))

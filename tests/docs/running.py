@@ -18,14 +18,14 @@ from pathlib import Path
 from blocks import ROOT, Block, Wrong
 from commands import COMMANDS, bash, tomllib
 
-# folders of the checkout that commands read and write: a block gets copies of those it names
+# folders of the checkout that commands read and write: a block gets a copy of those it names
 COPIED = ("results", "hub")
 # what a reader might want to run
 RUNNABLE = (*COMMANDS, "$", ">>>", "import", "from")
 
 
 def run(block: Block, folder: Path) -> None:
-    """Do in `folder` what a block says; raises if it cannot be done."""
+    """Execute a block in `folder`; raises if it fails."""
     runners = {
         "python": _python,
         "bash": bash,
@@ -49,7 +49,7 @@ def run(block: Block, folder: Path) -> None:
 
 
 def _printed(block: Block, folder: Path) -> None:
-    """There is nothing to run, and nothing in it that a reader might want to."""
+    """Nothing to run; raises if a line looks like a command."""
     for line in block.text.splitlines():
         if line.split(" ")[0] in RUNNABLE:
             raise Wrong(f"{block.name}: {line!r} is a command; commands stand in a bash block")
@@ -69,7 +69,7 @@ def _quoted(block: Block, folder: Path) -> None:
 
 
 def is_quoted(text: str) -> bool:
-    """Whether these lines stand one after the other in a kernel of the library or a template."""
+    """Whether these consecutive lines occur in a kernel of the library or a template."""
     wanted = _lines(text)
     kernels = [*(ROOT / "src").rglob("*.cuh*"), *(ROOT / "src").rglob("triton.py*")]
     found = (_lines(path.read_text(encoding="utf-8")) for path in kernels)
@@ -81,7 +81,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _python(block: Block, folder: Path) -> None:
-    """From a file, with the lines where the page has them: Triton reads the source of kernels."""
+    """Run from a file, since Triton reads the source; line numbers match those of the page."""
     script = folder / f"{block.path.stem}_{block.line}.py"
     script.write_text("\n" * block.line + block.text)
     with contextlib.redirect_stdout(io.StringIO()):

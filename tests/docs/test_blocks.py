@@ -1,4 +1,4 @@
-"""Every block of the documentation runs, and one that could not would be found."""
+"""Every code block of the documentation runs, and a broken one is detected."""
 
 import html
 import re
@@ -77,7 +77,7 @@ def test_what_could_be_run_is_no_text(line, tmp_path):
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
 def test_code_outside_of_a_fence_is_quoted_from_a_kernel(path):
-    """Indented code is shown as a block, too, and nothing runs it."""
+    """Indented code is rendered as a block, too, but not run."""
     markdown = pytest.importorskip("markdown")
     shown = markdown.markdown(FENCED.sub("", path.read_text(encoding="utf-8")))
     indented = re.findall(r"<pre><code>(.*?)</code></pre>", shown, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Links of README.md, docs/ and the skill lead to pages and headings that are there."""
+"""Links of README.md, docs/ and the skill lead to existing pages and headings."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PAGES = {path: path.read_text(encoding="utf-8") for path in documents()}
 
 
 def broken(path, text, known):
-    """The links of a page that lead nowhere."""
+    """The broken links of a page."""
     for link in links(text):
         place, _, anchor = link.partition("#")
         target = (path.parent / place).resolve() if place else path

@@ -1,4 +1,4 @@
-"""What is made of the code and of `results/` is up to date, and the site builds."""
+"""What is generated from the code and from `results/` is up to date, and the site builds."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def test_tables_and_picture_are_those_of_the_results(tmp_path):
 
 
 def test_what_readme_says_in_words_holds_in_the_results():
-    """Beside the alternatives, and among the limits."""
+    """In the comparison with the alternatives, and among the limits."""
     (device,) = devices(read([gen.RESULTS / "h200" / "models"]))
     whole = [m for m in device.models if m.row("exact") and m.row("compile")]
     rows = {m.rows[0].workload.model: m.row for m in whole}

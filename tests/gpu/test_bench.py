@@ -5,8 +5,8 @@ import json
 import torch
 from typer.testing import CliRunner
 
-from kernelwright.bench.timing import Replay, copying
 from kernelwright.cli import app
+from kernelwright.measure.timing import Replay, copying
 from kernelwright.ops.op import registry
 from kernelwright.ops.plan import eager_plan
 

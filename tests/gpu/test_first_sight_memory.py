@@ -63,12 +63,12 @@ def test_on_a_full_gpu_the_check_is_left_out(monkeypatch):
         run(model, inputs)
         expected = run(model, inputs)
     gc.collect()
-    usual, held = float32_run.Truth.__call__, torch.cuda.memory_allocated()
+    usual, held = float32_run.Float32Run.__call__, torch.cuda.memory_allocated()
 
     def greedy(self, args, kwargs):
         return usual(self, args, kwargs), torch.empty(2**50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(float32_run.Truth, "__call__", greedy)
+    monkeypatch.setattr(float32_run.Float32Run, "__call__", greedy)
     with kw.injected(model, numerics="fused") as report:
         with pytest.warns(UserWarning, match="not compared with eager: there was no memory"):
             result = run(model, inputs)

@@ -82,7 +82,7 @@ def test_a_pipeline_that_is_offloaded(first):
     pipe.to("cuda")
     assert torch.equal(frames(pipe, steps=3), expected)
     parts = (pipe.transformer, pipe.vae, pipe.text_encoder)
-    assert not any(forwards.current(m) for part in parts for m in part.modules())
+    assert not any(forwards.installed(m) for part in parts for m in part.modules())
 
 
 def test_compiled_blocks_use_the_kernels():

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 # Falcon makes its mask on the CPU, which a capture refuses
 LANGUAGE = ("llama-3-8b", "mistral-7b", "qwen3-8b")
 HOW = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
-OTHER_MASK = "its inputs need another attention mask than those it was made with"
+OTHER_MASK = "its inputs need another attention mask than those at its capture"
 
 
 def check(model, inputs):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kernelwright.profiling import level1, nsight
-from kernelwright.profiling.categories import OURS
+from kernelwright.profiling.our_kernels import pattern
 from kernelwright.profiling.workload import Workload
 
 TINY = Workload("ltx-video", "cuda", tiny=True)
@@ -40,7 +40,7 @@ def test_nsys_sees_the_launches_that_torch_sees():
 
 
 def test_ncu_counts_what_our_kernels_do():
-    rows = or_skip(nsight.profile_ncu, OURS, 10)
+    rows = or_skip(nsight.profile_ncu, pattern(), 10)
     assert sum(row["launches"] for row in rows) == 10
     for row in rows:
         assert row["name"].startswith("kernelwright_")

@@ -10,7 +10,7 @@ from numerics import as_good_as_eager, errors_over_draws
 from torch import nn
 
 from kernelwright import hub
-from kernelwright.hub import layer_mapping, layers
+from kernelwright.hub import layer_classes, layers
 from kernelwright.inject.recipes._recipe import full_name
 
 EVERY = [getattr(layers, name) for name in layers.__all__]
@@ -19,11 +19,11 @@ EVERY = [getattr(layers, name) for name in layers.__all__]
 def test_every_class_in_the_mapping_has_its_layer():
     mapped = hub.mapping(repo_id="kernelwright/ltx-kernels")
     assert {r.layer_name for on in mapped.values() for r in on.values()} <= set(layers.__all__)
-    known = {*layer_mapping.TRANSFORMERS, *layer_mapping.MLPS, *layer_mapping.CLASSES}
+    known = {*layer_classes.TRANSFORMERS, *layer_classes.MLPS, *layer_classes.CLASSES}
     assert set(mapped) == known
 
 
-@pytest.mark.parametrize(("layer", "known"), layer_mapping.CLASSES.items())
+@pytest.mark.parametrize(("layer", "known"), layer_classes.CLASSES.items())
 def test_a_layer_takes_the_arguments_of_its_class(layer, known):
     place, _, name = known.rpartition(".")
     own = getattr(importlib.import_module(place), name)
@@ -186,8 +186,8 @@ def test_activations_give_what_their_classes_do(activation):
     from transformers.activations import ACT2FN
 
     module, x = ACT2FN[activation], torch.randn(3, 16)
-    layer = layer_mapping.TRANSFORMERS[module.kernel_layer_name]
-    assert layer_mapping.is_served(module.kernel_layer_name, module)
+    layer = layer_classes.TRANSFORMERS[module.kernel_layer_name]
+    assert layer_classes.is_served(module.kernel_layer_name, module)
     torch.testing.assert_close(call(layer, module, x), module(x))
 
 
@@ -210,4 +210,4 @@ def test_rotary_embedding_turns_as_llama_does():
 )
 def test_a_family_that_turns_otherwise_keeps_its_rotary_embedding(family, served):
     own = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    assert layer_mapping.is_served("rotary_pos_emb", own.apply_rotary_pos_emb) is served
+    assert layer_classes.is_served("rotary_pos_emb", own.apply_rotary_pos_emb) is served

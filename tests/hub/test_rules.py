@@ -1,4 +1,4 @@
-"""`kernelwright hub check`: what the Hub demands, each failure one line with its mend."""
+"""`kernelwright hub check`: what the Hub demands, each failure one line with its fix."""
 
 import json
 import shutil
@@ -27,17 +27,17 @@ def copied(package, tmp_path):
     return place
 
 
-def test_our_package_has_nothing_to_mend(package):
+def test_our_package_has_nothing_to_fix(package):
     run = CliRunner().invoke(app, ["hub", "check", str(package)])
     assert run.exit_code == 0, run.output
-    assert "nothing to mend" in run.output
+    assert "nothing to fix" in run.output
 
 
 def test_a_folder_without_a_variant_says_how_to_build_one(tmp_path):
     run = CliRunner().invoke(app, ["hub", "check", str(tmp_path), "--json"])
     assert run.exit_code == 1
     (failure,) = json.loads(run.output)
-    assert "hub build" in failure["mend"]
+    assert "hub build" in failure["fix"]
 
 
 def edit(**changes):
@@ -92,20 +92,20 @@ LAYER = "class Mine(nn.Module):\n    can_torch_compile = True\n    {}\n"
         (append("ops/op.py", "def"), "no Python"),
     ],
 )
-def test_what_the_hub_would_refuse_is_one_line_with_its_mend(copied, change, says):
+def test_what_the_hub_would_refuse_is_one_line_with_its_fix(copied, change, says):
     change(copied)
     failures = hub.check(copied.parents[1], load=False)
     assert len(failures) == 1, failures
     line = str(failures[0])
     assert says in line
     assert "\n" not in line
-    assert failures[0].mend
+    assert failures[0].fix
 
 
 def test_two_variants_of_one_name_are_refused(copied):
     shutil.copytree(copied, copied.with_name("torch-cuda"))
     (failure,) = hub.check(copied.parents[1], load=False)
-    assert "id of its own" in failure.mend
+    assert "id of its own" in failure.fix
 
 
 def test_a_package_that_fails_to_load_is_refused(copied):

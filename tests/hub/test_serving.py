@@ -130,7 +130,7 @@ def test_offline_it_says_so_and_the_op_keeps_its_own(monkeypatch):
 
 @pytest.mark.parametrize(
     ("named", "says"),
-    [("nobody/nothing@v1", "those known are"), (ACTIVATION, "name its version")],
+    [("nobody/nothing@v1", "there are adapters for"), (ACTIVATION, "name its version")],
 )
 def test_a_kernel_that_cannot_be_named_so_is_one_line(named, says):
     run = CliRunner().invoke(app, ["hub", "use", named])

@@ -10,8 +10,8 @@ from kernelwright.inject.reuse import packed_gemm
 
 @pytest.fixture(autouse=True)
 def attention_backend_of_diffusers():
-    """`set_attention_backend` of a model sets it for all, and resetting the model does not undo
-    that."""
+    """`set_attention_backend` of one model sets the backend for all, and resetting the model does
+    not undo that."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
     before = registry._active_backend
@@ -21,7 +21,7 @@ def attention_backend_of_diffusers():
 
 @pytest.fixture(autouse=True)
 def nothing_left_compiled():
-    """What was compiled for one model counts against the next one with the same code."""
+    """Recompilations for one model count toward the limit of the next one with the same code."""
     yield
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None and any(dynamo.counters.values()):
@@ -31,6 +31,8 @@ def nothing_left_compiled():
 
 @pytest.fixture
 def other_order(monkeypatch):
-    """One product of several layers, with another order of summation."""
-    usual = packed_gemm.one
-    monkeypatch.setattr(packed_gemm, "one", lambda x, packed: usual(x, packed) * (1 + 1e-3))
+    """One GEMM of several layers, with another order of summation."""
+    usual = packed_gemm.packed_linear
+    monkeypatch.setattr(
+        packed_gemm, "packed_linear", lambda x, packed: usual(x, packed) * (1 + 1e-3)
+    )

@@ -1,4 +1,4 @@
-"""What every injected model promises, as functions of a model and its inputs."""
+"""The promises of injection, as checks of a model and its inputs."""
 
 import copy
 import statistics
@@ -10,8 +10,8 @@ import kernelwright as kw
 from kernelwright.inject.runtime.sites import eagerly
 from kernelwright.inject.verify import accuracy
 
-# what the tiers that round differently promise, in times of eager's error. not the library's own
-# number: held against that, a wider one would pass as well
+# the bound of the tiers that round differently, in multiples of eager's error. not imported from
+# the library: a wider bound there would then pass as well
 MOST_ERROR = 1.05
 
 
@@ -21,7 +21,7 @@ def run(model, inputs):
 
 
 def frames(pipe, prompt="a lighthouse", steps=2, output_type="pt"):
-    """What a tiny LTX-Video pipeline makes of a prompt, from the same noise each time."""
+    """The output of a tiny LTX-Video pipeline for a prompt, from the same noise each time."""
     return pipe(
         prompt=prompt,
         num_frames=9,
@@ -50,7 +50,7 @@ def left_behind(model):
 
 
 def check_exact(model, inputs, **how):
-    """The bits of eager at first sight and after it; returns the report, the model restored."""
+    """Check eager's bits at first sight and after it; restores the model, returns the report."""
     expected = run(model, inputs)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     with kw.injected(model, **how) as report:
@@ -67,8 +67,8 @@ def check_exact(model, inputs, **how):
 
 
 def check_fused(model, inputs, **how):
-    """An error against a float32 run not above eager's; returns the report, the model restored.
-    One draw of a tiny model tells little: what counts is the mean ratio of several."""
+    """Check that the error against a float32 run is not above eager's; restores the model, returns
+    the report. One draw of a tiny model proves little: the mean ratio of several is checked."""
     expected = run(model, inputs)
     wide_model = torch.nn.Module.float(copy.deepcopy(model))
     with kw.injected(model, numerics="fused", verify=True, **how) as report:
@@ -109,8 +109,8 @@ def check_restored(model, inputs, expected):
 
 
 def fused_sites(report):
-    """{"QK-norm + RoPE": 56, ...}: places that became one kernel. Of layers as one product a CPU
-    may make other bits, or not: see test_packing."""
+    """{"QK-norm + RoPE": 56, ...}: sites that run as one kernel. Packed GEMMs are left out: their
+    bits may differ on a CPU or not, see test_packing."""
     counted = {name: fates for name, fates in report.sites.items() if "one product" not in name}
     return {name: fates["fused"] for name, fates in counted.items() if "fused" in fates}
 
@@ -123,7 +123,7 @@ def agrees_with_eager(model, inputs):
 
 
 def check_gradients(model, inputs, **how):
-    """A model that is being injected has eager's gradients, at first sight and after it."""
+    """Check that an injected model has eager's gradients, at first sight and after it."""
 
     def gradients():
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Query, key and value of one input, small."""
+"""Small query, key and value projections of one input."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Tiny language models of transformers, and words for them."""
+"""Tiny language models of transformers, and token inputs for them."""
 
 import torch
 import transformers
@@ -21,7 +21,7 @@ SIZES = {
 
 
 def model_of(family, dtype=torch.float32, **config):
-    """A tiny model of a family of transformers, its weights random."""
+    """A tiny model of a family of transformers, with random weights."""
     torch.manual_seed(0)
     made = getattr(transformers, f"{family}Config")(**{**SIZES, **config})
     model = getattr(transformers, f"{family}ForCausalLM")(made).eval()

@@ -1,4 +1,4 @@
-"""Graphs without a GPU: a stand-in for the recorder does again what it was given."""
+"""Graphs without a GPU: a stand-in for the recorder runs the captured function again."""
 
 from contextlib import nullcontext
 
@@ -12,7 +12,7 @@ from kernelwright.inject.graphs.graphs import Graphs
 
 
 class Again:
-    """Runs a function once more, into the memory of its first results."""
+    """Runs a function again, into the memory of its first results."""
 
     device_type = "cpu"
     replaying = False
@@ -23,7 +23,7 @@ class Again:
     def busy(self):
         return Again.replaying
 
-    def turn(self, device):
+    def exclusive(self, device):
         return nullcontext()
 
     def stream(self):
@@ -57,7 +57,7 @@ class CpuGraphs(Graphs):
 
 @pytest.fixture(autouse=True)
 def alignment_of_new_memory(monkeypatch):
-    """New memory starts at a multiple of this on the CPU, as at one of 512 on a GPU."""
+    """Alignment of new memory on the CPU; on a GPU it is 512."""
     monkeypatch.setattr(buffers, "ALIGNMENT", 64)
 
 
@@ -83,7 +83,7 @@ def called(graphs, module, *args, **kwargs):
 
 
 def function(forward):
-    """Calls of a function of tensors, as the forward of a model without weights."""
+    """A function of tensors as the forward of a model without weights."""
     module, graphs = nn.Identity().eval(), CpuGraphs()
     return graphs, lambda *args, **kwargs: graphs(
         module, lambda self, *a, **k: forward(*a, **k), args, kwargs

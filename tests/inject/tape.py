@@ -1,7 +1,7 @@
-"""A recorder for graphs on the CPU that repeats what a CUDA graph repeats.
+"""A recorder for graphs on the CPU that replays what a CUDA graph replays.
 
-It writes down every operation that reached the kernels, with the very tensors, and does those
-again; no Python of the model runs then. So what a graph has baked in is baked in here too.
+It records every operation that reaches the kernels, with its tensors, and replays those; no Python
+of the model runs then. So whatever a CUDA graph bakes in is baked in here too.
 """
 
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from kernelwright.inject.graphs.graphs import Graphs, capturing
 
 from .stand_in import Again, tensors
 
-# the CPU waits for these; in a CUDA graph that is an error
+# these synchronise with the CPU, which is an error in a CUDA graph
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
 
@@ -35,7 +35,7 @@ class Operations(TorchDispatchMode):
 
 
 class Tape(Again):
-    """Does the operations again, each into the memory of its first result."""
+    """Replays the operations, each into the memory of its first result."""
 
     def record(self, run, device):
         self.recorded += 1
@@ -54,7 +54,7 @@ class Tape(Again):
 
 
 def _into(old, new):
-    """Views and what was written in place are there already."""
+    """Views and in-place results need no copy."""
     if new.data_ptr() != old.data_ptr() and old.numel():
         with torch.inference_mode(old.is_inference()):
             old.untyped_storage().copy_(new.untyped_storage())
@@ -66,10 +66,10 @@ class TapeGraphs(Graphs):
 
 @contextmanager
 def graphs_on_the_cpu():
-    """`graphs=True` records on the CPU while this lasts."""
+    """Make `graphs=True` record on the CPU during the `with` block."""
     usual = graphs_module.Graphs, buffers.ALIGNMENT, import_utils.is_cuda_stream_capturing
     graphs_module.Graphs = TapeGraphs
-    buffers.ALIGNMENT = 64  # of new memory, as 512 on a GPU
+    buffers.ALIGNMENT = 64  # alignment of new memory; 512 on a GPU
     import_utils.is_cuda_stream_capturing = lambda: capturing() or Again.replaying
     try:
         yield

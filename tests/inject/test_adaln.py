@@ -1,4 +1,4 @@
-"""Adaptive norms by themselves, as models that no family knows call them."""
+"""Adaptive norms by themselves, as called by models without a recipe."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def adaptive(kind, dtype=torch.bfloat16, **config):
     widths = (WIDTH, WIDTH) if continuous else (WIDTH,)
     norm = getattr(normalization, kind)(*widths, **config).eval()
     for weight in norm.norm.parameters():
-        torch.nn.init.normal_(weight)  # one and zero would hide whether it is read
+        torch.nn.init.normal_(weight)  # ones and zeros would hide whether it is read
     norm = norm.to(dtype)
     rows = "hidden_states" if kind == "SD35AdaLayerNormZeroX" else "x"
     embedding = "conditioning_embedding" if continuous else "emb"
@@ -63,7 +63,7 @@ def test_a_norm_in_float32_is_rounded_before_it_is_modulated():
 
 
 def test_an_embedding_that_widens_the_result():
-    """float32 modulation promotes bfloat16 rows: no kernel may hide that."""
+    """float32 modulation promotes bfloat16 rows: a kernel must keep that."""
     model, inputs = adaptive("AdaLayerNormZero")
     model.linear.float()
     inputs["emb"] = inputs["emb"].float()

@@ -1,4 +1,4 @@
-"""cache-dit replaces the blocks of a model for the length of a call: injected, the same bits."""
+"""cache-dit replaces the blocks of a model during a call: injected, the same bits."""
 
 from contextlib import nullcontext
 

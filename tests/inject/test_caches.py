@@ -1,5 +1,5 @@
-"""Caches that skip work between denoising steps keep their state on the modules: a model with one
-of them gives, injected, the bits that the same cache gives without injection."""
+"""Caches that skip work between denoising steps keep state on the modules: an injected model with
+such a cache gives the bits of the same cache without injection."""
 
 import functools
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ MODELS = ("ltx-video", "flux-dev", "wan-1.3b")
 
 
 class Clock:
-    """The timestep that caches ask for."""
+    """The timestep, as caches read it."""
 
     now = 900
 
@@ -82,7 +82,7 @@ def built(name):
 
 @torch.no_grad()
 def denoised(model, inputs, contexts=("cond",), steps=STEPS):
-    """What each step of a loop gives, where each step starts from the result of the last."""
+    """The results of a loop in which each step starts from the result of the last."""
     latents, results = inputs["hidden_states"], []
     for step in range(steps):
         Clock.now = 900 - 100 * step
@@ -102,7 +102,7 @@ def same(got, want):
 
 @functools.cache
 def expected(name, cache):
-    """What a model gives without the cache, and what it gives with it."""
+    """The results of a model without the cache and with it."""
     model, inputs = built(name)
     plain = denoised(model, inputs)
     model.enable_cache(CACHES[cache]())
@@ -196,7 +196,7 @@ def test_a_cache_keeps_nothing_after_a_reset():
 
 
 def test_attention_that_is_broadcast_is_not_computed():
-    """Two of three steps reuse the last attention: its processor runs in one step only."""
+    """Two of three steps reuse the last attention: its processor runs in only one step."""
     model, inputs = built("ltx-video")
     calls = []
 
@@ -228,7 +228,7 @@ def test_attention_that_is_broadcast_is_not_computed():
 
 
 class Special:
-    """A processor that no recipe knows, and that notes when it is called."""
+    """A custom processor that counts its calls."""
 
     def __init__(self, inner, seen, name):
         self.inner, self.seen, self.name = inner, seen, name

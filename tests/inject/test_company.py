@@ -1,4 +1,4 @@
-"""Injection lives with the others: LoRA, offload, hooks, compile, training, parallelism."""
+"""Injection together with LoRA, offload, hooks, torch.compile, training and parallelism."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ def lora(model):
 
 
 def injected_now(model, inputs):
-    """What the model gives with the injection it has, and what it gives eagerly."""
+    """The results of the injected model, injected and eager."""
     from kernelwright.inject.runtime.sites import eagerly
 
     with eagerly():
@@ -73,7 +73,7 @@ def test_lora_scale_fuse_and_unload(ltx):
     model.unload_lora()
     got, expected = injected_now(model, inputs)
     assert same(got, expected)
-    torch.testing.assert_close(got, plain)  # fusing and unfusing rounds the weights
+    torch.testing.assert_close(got, plain)  # fusing and unfusing an adapter rounds the weights
     kw.restore(model)
     assert left_behind(model) == []
 

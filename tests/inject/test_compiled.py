@@ -1,4 +1,4 @@
-"""What injection does in a graph of torch.compile: the same fusions, found out when it runs."""
+"""Injection under torch.compile: the same fusions, decided at run time."""
 
 import copy
 from collections import Counter
@@ -12,6 +12,7 @@ from inject.harness import run, same
 from inject.heads import WIDTH, Heads, is_packed, rows
 from inject.stand_in import CpuGraphs
 from kernelwright import models
+from kernelwright.backends.torch_internals import mark_constant
 from kernelwright.inject.fusions import QKV, Fusions
 from kernelwright.inject.graphs import graphs as graphs_module
 from kernelwright.inject.reuse import (
@@ -22,12 +23,11 @@ from kernelwright.inject.reuse import (
 )
 from kernelwright.inject.runtime import model_run
 from kernelwright.inject.runtime.sites import eagerly
-from kernelwright.inject.state.tensor_samples import Contents
-from kernelwright.ops import selection
+from kernelwright.inject.state.tensor_samples import TensorSamples
 
 
 class Traces(list):
-    """A backend that runs graphs as they are: how often each of them calls what."""
+    """A backend that runs graphs unchanged and counts the calls in each."""
 
     def __call__(self, graph, inputs):
         calls = (n.target for n in graph.graph.nodes if n.op.startswith("call_"))
@@ -155,7 +155,7 @@ def test_rows_are_joined_without_a_pass_of_their_own_and_hooks_are_called(traces
 
 
 def build(name, traces=None, **how):
-    """An injected model with its blocks compiled, its inputs, and what it gave before."""
+    """An injected model with compiled blocks, its inputs, and its result before injection."""
     tiny = {"tiny": True, "dtype": torch.float32}
     model, inputs = models.build(name, **tiny), models.inputs(name, **tiny)
     expected = run(model, inputs)
@@ -168,15 +168,16 @@ def build(name, traces=None, **how):
     return model, inputs, expected
 
 
-BLOCKS = {  # what a block calls beside ops of ours: its other products, and what is concatenated
+BLOCKS = {  # calls in a block: ops of ours, other GEMMs and concatenations
     "ltx-video": [{"projections": 1, "products_of_text": 1, "total": 1, "linear": 5, "cat": 0}],
     "wan-1.3b": [{"projections": 1, "total": 1, "linear": 7, "cat": 0}],
-    # values of both streams; then both streams, once as they come from the first blocks
+    # double blocks concatenate the values of both streams; single blocks have two traces, the first
+    # for the output of the double blocks
     "flux-dev": [
         {"projections": 2, "joint_qk": 1, "linear": 8, "cat": 1},
         *[{"projections": 1, "gelu_beside": 1, "joint_norm": 1, "linear": 3, "cat": 0}] * 2,
     ],
-    # with the second attention, without it, and the last, which drops the text
+    # with a second attention, without it, and the last block, which drops the text
     "sd3.5-medium": [
         {"projections": 3, "joint_qk": 1, "linear": 9, "cat": 1},
         {"projections": 2, "joint_qk": 1, "linear": 8, "cat": 1},
@@ -197,11 +198,11 @@ def test_blocks_share_a_trace_that_has_the_fusions_and_is_not_made_again(traces,
 
 
 def test_single_products_are_ops_where_there_is_an_algorithm_to_choose(traces, monkeypatch):
-    monkeypatch.setattr(packed_gemm, "chooses", selection.given(lambda *device: True))
+    monkeypatch.setattr(packed_gemm, "is_tuned", mark_constant(lambda *device: True))
     model, inputs, expected = build("ltx-video", traces)
     assert same(run(model, inputs), expected)
     (trace,) = traces
-    # all but the query of the text's attention, which has no place of its own
+    # all but the query of cross-attention, which has no fusion site
     assert (trace["product.default"], trace["linear"]) == (4, 1)
 
 
@@ -223,22 +224,24 @@ def test_adapters_that_come_later_and_restoring_are_seen(traces):
 
 @pytest.fixture
 def made(monkeypatch):
-    """How often products of the text were made."""
-    calls, usual = [], packed_gemm.apart
-    monkeypatch.setattr(packed_gemm, "apart", lambda *a: calls.append(1) or usual(*a))
+    """Counts how often the projections of the text are computed."""
+    calls, usual = [], packed_gemm.separate_linears
+    monkeypatch.setattr(packed_gemm, "separate_linears", lambda *a: calls.append(1) or usual(*a))
     return calls
 
 
-CONTENTS = Contents()
+SAMPLES = TensorSamples()
 
 
 def of_text(heads, text):
-    """As in the forward of a model, which looks first whether somebody has written to weights."""
-    with model_run.begin(nn.Identity(), (text,), {}, CONTENTS), torch.no_grad():
-        if not CONTENTS.check()():
-            CONTENTS.forget()
+    """As in the forward of a model, which first checks whether weights were written to."""
+    with model_run.begin(nn.Identity(), (text,), {}, SAMPLES), torch.no_grad():
+        if not SAMPLES.check()():
+            SAMPLES.forget()
         weights = [layer.weight for layer in heads.layers]
-        return compiled_prompt_values.OF_TEXT(text, weights, [layer.bias for layer in heads.layers])
+        return compiled_prompt_values.TEXT_PROJECTIONS(
+            text, weights, [layer.bias for layer in heads.layers]
+        )
 
 
 def test_products_of_a_text_are_made_until_it_comes_again(made):
@@ -246,7 +249,7 @@ def test_products_of_a_text_are_made_until_it_comes_again(made):
     for _ in range(4):
         y = of_text(heads, text)
         assert torch.equal(y, heads(text))
-        y.zero_()  # who asked may write to it
+        y.zero_()  # the caller may write to it
     assert len(made) == 2
     of_text(heads, text.clone())
     of_text(heads, text.clone())
@@ -290,7 +293,7 @@ def test_what_was_made_of_a_text_goes_with_it():
 
 def test_kept_tables_are_read_where_they_are_narrow(traces, monkeypatch):
     model, inputs, _ = build("ltx-video", traces)
-    # of one video: a CPU may round the cosines of a second one in another way
+    # one video only: a CPU may round the cosines of a second one differently
     inputs = {n: v[:1] if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
     usual, found = rope_tables.narrow, []
 
@@ -315,15 +318,15 @@ def test_graphs_replay_blocks_that_are_compiled(traces, monkeypatch):
     for _ in range(4):
         assert same(run(model, inputs), expected)
     (graphs,) = report.graphs
-    # the forward without what is made of the text, that, and the check of its weights, when made
-    # first; then the forward and the check again
+    # first the forward without the text's projections, these, and the check of their weights; then
+    # the forward and the check again
     assert graphs.counts == (3, 6)
     other = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].flip(1)}
     result = run(model, other)
     with eagerly():
         assert same(result, run(model, other))
     assert graphs.captured == 1
-    assert len(traces) == 1  # nothing is compiled anew inside a capture
+    assert len(traces) == 1  # nothing is recompiled during capture
 
 
 def test_a_copy_of_a_compiled_model_has_weights_of_its_own(traces):

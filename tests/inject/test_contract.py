@@ -1,4 +1,4 @@
-"""The error that the tiers which round differently are held to."""
+"""The error bound of the tiers that round differently."""
 
 import math
 
@@ -32,13 +32,13 @@ def test_what_is_not_a_number_is_no_small_error():
 
 
 def test_the_promise_is_five_percent_and_what_few_rows_cannot_tell():
-    """By numbers of its own: a margin that grows has to fail here."""
+    """With numbers of its own: a wider margin must fail here."""
     many = 10**12
     assert accuracy.holds(many, 1.04, 1.0)
     assert not accuracy.holds(many, 1.06, 1.0)
     assert accuracy.holds(100, 1.15, 1.0)  # 1.05 * (1 + 1/10) is 1.155
     assert not accuracy.holds(100, 1.16, 1.0)
-    # an eager run without error leaves room for float32's own, and no more
+    # if eager has no error, only float32's own is allowed
     assert accuracy.holds(many, 0.9e-5, 0.0)
     assert not accuracy.holds(many, 1.1e-5, 0.0)
     assert not accuracy.holds(many, math.nan, 1.0)

@@ -1,4 +1,4 @@
-"""PixArt and DiT: every fused place takes part, and the bits are eager's."""
+"""PixArt and DiT: every fusion site is used, and the bits are eager's."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_other_labels_with_the_same_shapes():
 
 
 def test_labels_dropped_at_random_in_training():
-    """Work done ahead draws from the random generator in the order of eager."""
+    """Work for the next block draws random numbers in the order of eager."""
     model, inputs = made("dit-xl")
     model.train()
 
@@ -140,7 +140,7 @@ def test_labels_dropped_at_random_in_training():
 @pytest.mark.parametrize("layout", ["rows", "pixels"])
 def test_a_block_alone(kind, layout):
     model, inputs = block(**kind)
-    if layout == "pixels":  # as patches come out of a convolution
+    if layout == "pixels":  # the layout of patches from a convolution
         rows = inputs["hidden_states"].transpose(1, 2).contiguous().transpose(1, 2)
         inputs["hidden_states"] = rows
     report = check_exact(model, inputs)
@@ -182,7 +182,7 @@ def test_blocks_left_alone_say_why():
         64, 2, 32, positional_embeddings="sinusoidal", num_positional_embeddings=16
     )
     both = BasicTransformerBlock(64, 2, 32, cross_attention_dim=32, **DIT)
-    for model, why in ((placed, "positions"), (both, "second attention")):
+    for model, why in ((placed, "positional embeddings"), (both, "second attention")):
         assert kw.inspect(model).count("BasicTransformerBlock") == 0
         assert why in str(kw.inspect(model))
 

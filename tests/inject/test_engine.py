@@ -1,4 +1,4 @@
-"""Putting on, taking off, and what is said about it."""
+"""inject, restore, and the report."""
 
 import copy
 import json
@@ -221,7 +221,7 @@ def test_a_kernel_that_differs_stays_eager(ltx, monkeypatch):
 
 
 def test_what_was_laid_ready_wrongly_is_found(ltx, monkeypatch):
-    """Rows for the next block are not what a block returns: the next one finds them wrong."""
+    """Rows computed for the next block are not returned: the next block finds them wrong."""
     model, inputs, expected = ltx
     right = norm_places.GATED_RESIDUAL_NORM
 
@@ -231,7 +231,7 @@ def test_what_was_laid_ready_wrongly_is_found(ltx, monkeypatch):
 
     monkeypatch.setattr(norm_places, "GATED_RESIDUAL_NORM", wrong)
     with kw.injected(model) as report:
-        with pytest.warns(UserWarning, match="laid ready differs"):
+        with pytest.warns(UserWarning, match="computed ahead differs"):
             assert same(run(model, inputs), expected)
         for _ in range(2):
             assert same(run(model, inputs), expected)

@@ -1,4 +1,4 @@
-"""Falcon: its three ways of adding branches, RoPE and alibi, with and without a cache."""
+"""Falcon: its three block layouts, RoPE and alibi, with and without a cache."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from inject.language import LAYERS, words
 from kernelwright import models
 from kernelwright.inject.verify import accuracy
 
-# the 7B: one norm, branches side by side. The 40B: a norm for each. The 1B: one after the other
+# 7B: one norm, parallel branches. 40B: a norm for each branch. 1B: sequential branches
 SEVEN = {"parallel_attn": True, "multi_query": True, "new_decoder_architecture": False}
 FORTY = {"new_decoder_architecture": True, "num_kv_heads": 2}
 ELEVEN = {**FORTY, "num_ln_in_parallel_attn": 1}
@@ -20,7 +20,7 @@ ALIBI = {**ONE, "alibi": True, "bias": True}
 
 SITES = {
     "7B": (SEVEN, {"norm": 1, "residual + norm": LAYERS, "RoPE": LAYERS}),
-    # the norm of the second branch reads what the first reads: it stays by itself
+    # the norm of the second branch reads the input of the first: it stays unfused
     "40B": (FORTY, {"norm": 1 + LAYERS, "residual + norm": LAYERS, "RoPE": LAYERS}),
     "11B": (ELEVEN, {"norm": 1, "residual + norm": LAYERS, "RoPE": LAYERS}),
     "one after the other": (ONE, {"norm": 1, "residual + norm": 2 * LAYERS, "RoPE": LAYERS}),
@@ -111,7 +111,7 @@ def test_states_and_attentions_asked_for_are_those_of_eager(use_cache):
             assert len(got.attentions) == LAYERS
             assert same(got.hidden_states, expected.hidden_states)
             assert same(got.attentions, expected.attentions)
-    assert "RoPE" not in report.sites  # attentions are given by its own forward alone
+    assert "RoPE" not in report.sites  # only its own forward returns attentions
 
 
 def test_dropout_falls_as_in_eager():

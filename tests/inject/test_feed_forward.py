@@ -1,4 +1,4 @@
-"""GELU between two Linear layers: fused where nobody looks, and eager's bits either way."""
+"""GELU between two Linear layers: fused unless hooked, and eager's bits either way."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def layers(form="gelu-approximate", dtype=torch.float32):
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """A GELU that is off by a little, wherever it writes."""
+    """A GELU with a small error, wherever it writes."""
     op = fusions.GELU
     for module in (fusions, compiled_ops):
         monkeypatch.setattr(module, "GELU", lambda *args, **how: op(*args, **how).mul_(1.01))
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_eager():
 
 
 class Joined(torch.nn.Module):
-    """The end of FLUX's single block: a product of rows beside activated ones."""
+    """The end of FLUX's single block: a GEMM of attention output concatenated with activations."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -100,7 +100,7 @@ class Joined(torch.nn.Module):
         return self.proj_out(torch.cat([left, wide], dim=-1))
 
     def fused(self, left, x, numerics="exact"):
-        places = fusions.FeedForwardPlaces(numerics, None, {})
+        places = fusions.FeedForwardFusions(numerics, None, {})
         return places.joined_linear(self.proj_out, left, self.proj_mlp, self.act_mlp, x)
 
 
@@ -131,7 +131,7 @@ def test_joined_rows_are_written_in_place_of_a_concatenation(dtype):
 def test_where_rounding_may_change_the_last_product_is_the_sum_of_two():
     model, (left, x) = Joined(), rows()
     notes = sites.Counter()
-    with torch.no_grad(), sites.set_now(notes=notes), Cats() as cats:
+    with torch.no_grad(), sites.set_mode(notes=notes), Cats() as cats:
         got = model.fused(left, x, "fused")
     torch.testing.assert_close(got, model.eager(left, x))
     assert cats.count == 0
@@ -158,7 +158,7 @@ def test_autocast_keeps_the_last_product_whole():
 def test_rows_are_copied_into_wider_ones(width, begin):
     x = torch.randn(3, 4, begin + width).bfloat16()[..., begin:]
     wide = torch.full((3, 4, width + 16), 7.0, dtype=torch.bfloat16)
-    compiled_ops.copy(wide[..., :width], x)
+    compiled_ops.copy_rows(wide[..., :width], x)
     assert torch.equal(wide[..., :width], x)
     assert (wide[..., width:] == 7).all()
 
@@ -183,6 +183,6 @@ def test_joined_rows_have_gradients():
 
 def test_joined_rows_that_differ_stay_eager(wrong):
     model, (left, x) = Joined(), rows()
-    with torch.no_grad(), sites.set_now(comparing=True, notes=sites.Counter(), off={}):
+    with torch.no_grad(), sites.set_mode(comparing=True, notes=sites.Counter(), off={}):
         assert torch.equal(model.fused(left, x), model.eager(left, x))
-        assert sites.current.off == {"GELU into joined rows": sites.DIFFERS}
+        assert sites.mode.off == {"GELU into joined rows": sites.DIFFERS}

@@ -1,4 +1,4 @@
-"""FLUX.1: every fused place takes part, and the bits are eager's."""
+"""FLUX.1: every fusion site is used, and the bits are eager's."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def flux(dtype=torch.float32, **size):
 
 
 def places(across=True):
-    """Where a model of two blocks of each kind is fused; `across`: also from block to block."""
+    """The fusion sites of two blocks of each kind; `across`: also from block to block."""
     return {
         # the first block of a kind, and the last norm of the model
         "norm + modulate": 2 + 1 + 1 + (0 if across else 3),
@@ -85,7 +85,7 @@ def test_the_controlnet_itself():
     config = {k: v for k, v in model.config.items() if not k.startswith("_")}
     net = FluxControlNetModel.from_config(config).eval()
     for block in net.controlnet_blocks + net.controlnet_single_blocks:
-        torch.nn.init.normal_(block.weight, std=0.1)  # zero at first, which hides everything
+        torch.nn.init.normal_(block.weight, std=0.1)  # zero by default, which would hide mistakes
     inputs["controlnet_cond"] = torch.randn_like(inputs["hidden_states"])
     sites = fused_sites(check_exact(net, inputs))
     assert sites == {**places(), **GELUS, "norm + modulate": places()["norm + modulate"] - 1}
@@ -120,7 +120,7 @@ def test_a_processor_of_ones_own_is_called():
 
 
 def test_query_and_key_that_differ_stay_eager(monkeypatch):
-    """Both streams are written into one tensor; what takes the place of a wrong one must be too."""
+    """Both streams are written into one tensor; so must be the fallback of a wrong one."""
     from kernelwright.inject.fusions import attention as fusions
 
     op = fusions.QK_NORM_ROPE
@@ -222,7 +222,7 @@ def test_compiled_blocks_share_a_trace():
     counters.clear()
     model.compile_repeated_blocks(fullgraph=True, backend="eager")
     torch.testing.assert_close(run(model, inputs), expected, rtol=1e-5, atol=1e-5)
-    # one for double blocks; for single blocks one, and one for the slices they hand to each other
+    # one for double blocks; for single blocks one, and one for the slices passed between them
     assert counters["stats"]["unique_graphs"] == 3
 
 

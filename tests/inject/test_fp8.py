@@ -1,4 +1,4 @@
-"""The tier "fp8": layers in fp8, each held against its own forward."""
+"""The tier "fp8": linear layers in fp8, each compared with its own forward."""
 
 import copy
 
@@ -11,21 +11,21 @@ from kernelwright import models
 from kernelwright.inject.fp8 import activations, layers
 from kernelwright.inject.graphs import capture
 from kernelwright.inject.runtime import forwards, model_run
-from kernelwright.inject.state.tensor_samples import Contents
+from kernelwright.inject.state.tensor_samples import TensorSamples
 from kernelwright.inject.verify import accuracy
 from kernelwright.ops import fp8
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE
 
 from .harness import left_behind, run, same
 
-# twice what three bits of mantissa cost a product, as docs and code promise. not the code's own
-# number: held against that, a wider one would pass as well
+# twice the error of a GEMM with three bits of mantissa, as documented. not imported from the code:
+# a wider bound there would then pass as well
 MOST_ERROR = 0.074
 
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    """A tiny model has fewer rows than a layer needs to be worth it."""
+    """A tiny model has fewer rows than the minimum for fp8."""
     monkeypatch.setattr(layers, "ROWS", 4)
 
 
@@ -79,7 +79,7 @@ def stack():
 
 def test_a_layer_that_loses_too_much_stays_eager_and_is_named():
     model, x = stack(), torch.randn(8, 64)
-    # one value so large that all others of its row vanish beside it
+    # one value so large that all others of its row quantise to zero
     model.blocks[1].weight[:, 0] = 1e7
     model.blocks[0].weight[0], model.blocks[0].bias[0] = 0, 0
     expected = model(x)
@@ -175,7 +175,7 @@ def test_a_norm_learns_from_who_reads_it_and_forgets_when_nobody_does(monkeypatc
     assert len(quantised) == 1
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(first, again, strict=True))
     del y
-    normed(makers, norm, x)  # nobody reads it
+    normed(makers, norm, x)  # nothing reads it
     activations.rows_of(normed(makers, norm, x))
     assert len(quantised) == 2
 
@@ -215,7 +215,7 @@ class Split(nn.Module):
 
 
 def packed(bias=True):
-    """The layers of a model, what runs them in eight bits, and its report."""
+    """The layers of a model, its fp8 layers, and its report."""
     torch.manual_seed(0)
     model = Split(bias).eval().requires_grad_(False)
     report = kw.inject(model, numerics="fp8")
@@ -225,8 +225,8 @@ def packed(bias=True):
 
 @pytest.fixture
 def in_a_model():
-    """Layers run in eight bits inside their model: it alone knows of adapters around them."""
-    with model_run.begin(nn.Identity(), (), {}, Contents()):
+    """Layers run in fp8 only inside their model, which knows about adapters around them."""
+    with model_run.begin(nn.Identity(), (), {}, TensorSamples()):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Whatever is done to an injected model has the effect it has on one that is not injected.
+"""Whatever is done to an injected model has the same effect as on a model that is not injected.
 
 KERNELWRIGHT_FUZZ_STEPS=500 lengthens the sequences, KERNELWRIGHT_FUZZ_SEED=7 draws others; a
 failure prints a line for `mutations.replay`.
@@ -22,7 +22,7 @@ PRESETS = list(models.presets())
 # one of each structure: attention to a text, joint attention, a language model, a UNet
 STRUCTURES = ("ltx-video", "flux-dev", "llama-3-8b", "sdxl-unet")
 SLOWER = {"sdxl-unet": 3, "sd3.5-medium": 2}
-# a convolution in bfloat16 takes a CPU without it thirty times as long
+# on a CPU without bfloat16 a convolution takes thirty times as long in it
 HALF = {"life.dtype", "calls.autocast"}
 TIERS = [("fused", "ltx-video"), ("fused", "flux-dev"), ("fp8", "ltx-video")]
 TIERS += [("fused", "llama-3-8b"), ("fp8", "llama-3-8b")]
@@ -63,7 +63,7 @@ def test_a_change_after_the_first_calls_is_followed(kind, tally):
         pytest.skip("eager does not do this here")
 
 
-# what a graph has baked in: numbers, functions and modules that Python reads
+# what a graph bakes in: numbers, functions and modules that Python reads
 BAKED = [
     ("ltx-video", "parts.eps of all norms"),
     ("ltx-video", "parts.an activation swapped"),
@@ -83,7 +83,7 @@ def test_a_change_after_the_capture_is_followed(preset, kind, tally):
         assert mutations.alone(preset, kind, 0, tally, graphs=True)
 
 
-# sequences that once failed in a longer run, and that no short one is likely to draw
+# sequences that once failed in a longer run, and that a short run is unlikely to draw
 FOUND = [
     # offload leaves parameters without an address
     ("ltx-video", ["life.sequential offload", "calls.torch.func.grad"]),
@@ -110,5 +110,5 @@ def test_changes_in_a_row_are_followed_by_graphs(preset, tally):
 
 @pytest.mark.parametrize(("numerics", "preset"), TIERS)
 def test_changes_in_a_row_leave_nothing_stale(numerics, preset, tally):
-    """As a model in the same state that is injected only now."""
+    """The same as a model in the same state that is injected only now."""
     mutations.sequence(preset, SEED, STEPS // 2, tally=tally, numerics=numerics)

@@ -54,7 +54,7 @@ def test_the_text_encoder_is_replayed_with_the_bits_of_eager(pipe):
         assert torch.equal(latents(pipe, prompt), wanted)
     found = by_name(report)
     assert set(found) == {"text_encoder", "transformer"}
-    # two prompts a video: the second is captured, four come after it
+    # two prompts per video: the second is captured, four follow
     assert found["text_encoder"].counts == (1, 5)
     assert report.to_dict()["graphs"] == ["text_encoder: 1 graph", "transformer: 1 graph"]
     assert "text_encoder: 1 graph" in str(report)
@@ -62,9 +62,9 @@ def test_the_text_encoder_is_replayed_with_the_bits_of_eager(pipe):
 
 def test_restore_takes_the_graphs_off(pipe):
     kw.inject(pipe, graphs=True)
-    assert forwards.current(pipe.text_encoder) is not None
+    assert forwards.installed(pipe.text_encoder) is not None
     kw.restore(pipe)
-    assert not any(forwards.current(m) for m in pipe.text_encoder.modules())
+    assert not any(forwards.installed(m) for m in pipe.text_encoder.modules())
     assert "forward" not in vars(pipe.text_encoder)
 
 

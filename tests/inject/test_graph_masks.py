@@ -20,12 +20,12 @@ from .language import model_of, words
 from .stand_in import Again, CpuGraphs, alignment_of_new_memory, called, data  # noqa: F401
 
 FAMILIES = {"Llama": {}, "Mistral": {"sliding_window": 64}, "Qwen3": {}}
-OTHER_MASK = "its inputs need another attention mask than those it was made with"
+OTHER_MASK = "its inputs need another attention mask than those at its capture"
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """transformers sees a capture, and attention with a mask has other bits than without."""
+    """Let transformers see a capture, and attention give other bits with a mask than without."""
     plain = functional.scaled_dot_product_attention
 
     def attention(*args, attn_mask=None, **kwargs):
@@ -50,8 +50,8 @@ def prompts(count, **more):
 
 
 def check(model, inputs):
-    """Every call gives eager's bits; returns how many graphs were made and how often they were
-    replayed, and the reasons for which calls ran without one."""
+    """Check eager's bits for every call; returns the number of graphs and replays, and why calls
+    ran without one."""
     expected = [run(model, given) for given in inputs]
     with kw.injected(model, graphs=True) as report:
         for given, wanted in zip(inputs, expected, strict=True):
@@ -80,7 +80,7 @@ def test_embeddings_in_place_of_words_are_replayed():
 
 
 def test_without_the_decisions_there_would_be_no_graph(monkeypatch):
-    monkeypatch.setattr(mask_decisions, "DECIDING", ())
+    monkeypatch.setattr(mask_decisions, "DECIDERS", ())
     (captured, _), reasons = check(model_of("Llama"), prompts(4))
     assert captured == 0
     assert reasons == {"its graph gives other bits than the plain forward": 3}
@@ -145,7 +145,7 @@ def test_a_cache_among_the_results_runs_without_a_graph():
 
 
 def test_nothing_is_left_on_transformers_and_other_threads_see_its_own():
-    before = {name: getattr(masking_utils, name) for name in mask_decisions.DECIDING}
+    before = {name: getattr(masking_utils, name) for name in mask_decisions.DECIDERS}
     decisions, found = mask_decisions.Decisions(), []
 
     def decide():
@@ -159,8 +159,8 @@ def test_nothing_is_left_on_transformers_and_other_threads_see_its_own():
     assert found[0].tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
     with pytest.raises(KeyError), decisions.running():
         raise KeyError
-    assert {name: getattr(masking_utils, name) for name in mask_decisions.DECIDING} == before
-    # what the other thread decided is not to be repeated here
+    assert {name: getattr(masking_utils, name) for name in mask_decisions.DECIDERS} == before
+    # the decisions of the other thread must not be repeated here
     decisions.collecting = False
     with pytest.raises(mask_decisions.Refusal), decisions.running():
         decide()

@@ -1,4 +1,4 @@
-"""Tensors into and out of a graph: the layout of eager, and nobody's memory but the caller's."""
+"""Inputs and outputs of a graph: the layout of eager, in memory that only the caller holds."""
 
 from collections import namedtuple
 
@@ -166,7 +166,7 @@ REFUSED = {
     "an output of type Opaque": give_back,
     "an output on meta": lambda x: (x + 1, torch.empty(1, device="meta")),
     "an output that is sparse, conjugated or negated": lambda x: (x + 1).to_sparse(),
-    "an output that is an input seen as another dtype": lambda x: x.view(torch.int32),
+    "an output that views an input as another dtype": lambda x: x.view(torch.int32),
     "forward writes to its inputs": write,
 }
 

@@ -117,7 +117,7 @@ def test_the_attention_backend_of_diffusers_is_in_the_signature():
 
 
 def refused(graphs, module, *args, **kwargs):
-    """The one reason for which three calls ran without a graph, with the right result."""
+    """The single reason why three calls ran without a graph, with the right result."""
     for _ in range(3):
         got = called(graphs, module, *args, **kwargs)
         assert torch.equal(got, type(module).forward(module, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""Graphs of a forward: when it is run, captured and replayed, and what makes it start anew."""
+"""Graphs of a forward: when it is run, captured and replayed, and what leads to a new capture."""
 
 import copy
 import gc
@@ -188,7 +188,7 @@ def test_inputs_that_never_come_again_soon_are_not_captured():
         for step in range(5):
             called(graphs, module, data(), scale=float(step))
     assert graphs.counts == (0, 0)
-    assert graphs.reasons == {"inputs that did not come again soon": 13}
+    assert graphs.reasons == {"inputs that did not recur soon": 13}
 
 
 def test_a_thread_captures_only_what_it_has_run_before():

@@ -1,4 +1,4 @@
-"""Llama and its kin: known by their code, every fused place takes part, the bits are eager's."""
+"""Llama-like models: recognised by their code, every fusion site used, eager's bits."""
 
 import pytest
 import torch
@@ -77,11 +77,11 @@ KIN = [
     ("Ernie4_5", {}, {**ROWS, "SwiGLU": LAYERS}),
     # two norms of MLA in each layer, a dense layer and the shared experts of the other
     ("DeepseekV3", DEEPSEEK, {"norm": 5, "residual + norm": 4, "SwiGLU": 2}),
-    # their layers add otherwise, their norms and attention are alike
+    # their layers add differently, their norms and attention are the same
     ("Granite", {}, {"norm": 5, "RoPE": LAYERS, "SwiGLU": LAYERS}),
     ("Mixtral", {"num_local_experts": 4}, {"norm": 5, "RoPE": LAYERS}),
     ("Phi3", {}, {"norm": 5}),
-    # their norms are not those the kernels know
+    # the kernels do not support their norms
     ("Gemma", {}, {"RoPE": LAYERS}),
     ("Olmo", {}, {"SwiGLU": LAYERS}),
     ("Cohere", {}, {"SwiGLU": LAYERS}),
@@ -117,7 +117,7 @@ def test_code_that_was_changed_is_left_alone():
     model = model_of("Llama")
     model.model.layers[0].__class__ = Louder
     report = check_exact(model, words())
-    assert reasons(report)["Louder"] == "its forward is not one the recipe was written after"
+    assert reasons(report)["Louder"] == "its forward is not one the recipe was written for"
     assert report.count("LlamaDecoderLayer") == LAYERS - 1
 
 

@@ -1,4 +1,4 @@
-"""An injected Llama lives with caches, recorders, hooks, adapters, training and torch.compile."""
+"""An injected Llama with caches, output recorders, hooks, adapters, training and torch.compile."""
 
 import copy
 

@@ -1,7 +1,7 @@
-"""Adapters do to an injected model what they do to one that is not injected.
+"""Adapters have the same effect on an injected model as on one that is not injected.
 
-What is expected of fusing, scaling and unloading is said in terms of the model's own results, then
-held against a twin to which the same was done.
+The effects of fusing, scaling and unloading are stated in terms of the model's own results, then
+compared with a twin that was treated the same.
 """
 
 import copy
@@ -24,7 +24,7 @@ def near(a, b):
 
 
 class Pair:
-    """An injected model and a twin; what is done is done to both."""
+    """An injected model and a twin; every change is made to both."""
 
     def __init__(self, name, numerics="exact", lora_first=False):
         how = {"tiny": True, "dtype": torch.float32}
@@ -49,7 +49,7 @@ class Pair:
 
     @torch.no_grad()
     def result(self, **more):
-        """Of the injected model, twice, which is the twin's too."""
+        """The result of the injected model, twice, checked against the twin."""
         want = self.twin(**self.inputs, **more)[0]
         for _ in range(2):
             got = self.model(**self.inputs, **more)[0]

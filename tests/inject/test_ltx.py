@@ -1,4 +1,4 @@
-"""LTX-Video: every fused place takes part, and the bits are eager's."""
+"""LTX-Video: every fusion site is used, and the bits are eager's."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_exact_gives_the_bits_of_eager(dtype):
         "gate + residual": blocks + 1,
         "residual + norm + modulate": blocks,
         "gate + residual + norm + modulate": blocks - 1,
-        "norm": 1 + 2 * blocks,  # of query and key where they are not turned
+        "norm": 1 + 2 * blocks,  # of query and key without rotation
         "GELU": blocks,
     }
 
@@ -64,19 +64,19 @@ def test_another_resolution_is_checked_anew():
         seen = len(report.findings)
         other = models.inputs("ltx-video", tiny=True, dtype=torch.float32, height=96, width=128)
         result = run(model, other)
-        text = 1  # its projection sees what it has seen before
+        text = 1  # its projection sees the same input again
         assert len(report.findings) == 2 * seen - text
     assert same(result, run(model, other))
 
 
 def test_rotary_tables_are_made_once_and_are_never_stale(monkeypatch):
     model, inputs = ltx()
-    made, remembered = [], Tables.remembered
+    made, remembered = [], Tables.cached
 
     def counted(self, numbers, make):
         return remembered(self, numbers, lambda: made.append(1) or make())
 
-    monkeypatch.setattr(Tables, "remembered", counted)
+    monkeypatch.setattr(Tables, "cached", counted)
     with kw.injected(model) as report:
         expected = run(model, inputs)
         made.clear()

@@ -22,7 +22,7 @@ from kernelwright.inject.fusions.channel_norms import NOT_EXACT
 from kernelwright.inject.verify import accuracy
 from kernelwright.models import pipeline
 from kernelwright.models.weights import random_model
-from kernelwright.ops.channel_norm import problem
+from kernelwright.ops.channel_norm.limits import problem
 
 PLACE = "channel norm + SiLU"
 BLOCKS = 12  # of the tiny VAE, half of them in its decoder
@@ -44,7 +44,7 @@ def sample():
 
 
 def latents(dtype):
-    """A single frame: bfloat16 takes a CPU long."""
+    """A single frame: bfloat16 is slow on a CPU."""
     return {"hidden_states": drawn(1, 16, 1, 2, 2, dtype=dtype)}
 
 
@@ -63,8 +63,8 @@ def video():
 
 @torch.no_grad()
 def near_eager(module, *args, call=None, seed=0, **how):
-    """Hold a float32 module in `fused` to its own result, at first sight and after it; returns the
-    report."""
+    """Compare a float32 module in `fused` with its own result, at first sight and after it; returns
+    the report."""
     call = call or module
 
     def result():
@@ -153,13 +153,13 @@ def test_tiles_slices_and_single_frames():
     z = drawn(2, 16, 3, 3, 2)
     report = near_eager(model, z, call=lambda z: model.decode(z, return_dict=False)[0])
     shapes = {f.inputs for f in report.findings if f.module == "decoder.mid_block.resnets.0"}
-    assert len(shapes) > 1  # a tile at the border is smaller
+    assert len(shapes) > 1  # tiles at the border are smaller
     assert fused_sites(report)[PLACE] == BLOCKS
     assert left_behind(model) == []
 
 
 def test_the_layout_of_its_convolutions_is_left_to_them():
-    """Where channels lie side by side they are rows, and the norm of rows is the kernel."""
+    """Contiguous channels are rows, so the kernel for rows runs."""
     model = block()
     x = video().contiguous(memory_format=torch.channels_last_3d)
     report = near_eager(model, video(), call=lambda _: model(x))

@@ -1,4 +1,4 @@
-"""On a GPU that is nearly full, a comparison with eager is no reason for a forward to fail."""
+"""On a nearly full GPU, the comparison with eager must not make a forward fail."""
 
 import warnings
 import weakref
@@ -13,7 +13,7 @@ from inject.harness import run
 from kernelwright import models
 from kernelwright.inject.recipes._recipe import Patch
 from kernelwright.inject.runtime import sites
-from kernelwright.inject.runtime.sites import set_now, site
+from kernelwright.inject.runtime.sites import set_mode, site
 from kernelwright.inject.state import hooks
 from kernelwright.inject.verify import accuracy
 from kernelwright.inject.verify.first_sight import Checker
@@ -22,7 +22,7 @@ from kernelwright.ops.linear.choosing import Decision
 
 
 class Left:
-    """A number that is no attribute of a module: writing those is to have a memory."""
+    """A number outside of the module's attributes: writing to those would make it stateful."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -32,14 +32,14 @@ class Left:
 
 @pytest.fixture(autouse=True)
 def as_code_of_a_library(monkeypatch):
-    """Code that nobody knows is not run twice."""
+    """Count this file as library code: unknown code is never run twice."""
     known = {__name__.partition(".")[0]}
     monkeypatch.setattr(hooks, "LIBRARIES", hooks.LIBRARIES | known)
 
 
 class Full(nn.Module):
-    """A module on a GPU without room: after `good` runs of its own forward in `dtype`, the next
-    `fails` fail."""
+    """A module on a full GPU: after `good` runs of its own forward in `dtype`, the next `fails`
+    runs fail."""
 
     def __init__(self, dtype, fails, kind=torch.OutOfMemoryError, good=0):
         super().__init__()
@@ -70,7 +70,7 @@ def fused(module, x):
 
 
 def as_of_a_recipe(function):
-    """What a recipe says beside its forward."""
+    """Attach what a recipe declares with its forward."""
     function.own, function.known, function.patch = (
         Full.forward,
         True,
@@ -80,7 +80,7 @@ def as_of_a_recipe(function):
 
 
 def crowded(module, x):
-    """The fused forward, for which there is room only when eager's result is gone."""
+    """The fused forward, which fits into memory only after eager's result is freed."""
     return fused(module, Full.forward(module, x) - 1)
 
 
@@ -101,13 +101,13 @@ def test_without_memory_for_a_float32_run_the_model_runs_on(numerics):
     assert torch.equal(result, fused(module, x))
     assert said == [
         "a Full at [4, 64] bfloat16 was not compared with eager: "
-        "there was no memory for a float32 run"
+        "not enough memory for a float32 run"
     ]
     (finding,) = checker.findings
     assert finding.unchecked == accuracy.NO_MEMORY
     assert finding.problem is finding.error is None
     assert [made() for made in module.half_made] == [None]
-    # one of each class is tried, not all of them in turn
+    # one module of each class is tried, not all of them
     other = Full(torch.float32, 1)
     checker.run(other, fused, Full.forward, (x,), {})
     assert other.left.number == 1
@@ -145,7 +145,7 @@ def test_a_model_that_needs_too_much_by_itself_says_that():
 
 def test_a_site_that_cannot_be_compared_for_lack_of_memory_stays_eager():
     module, x, off = Full(torch.bfloat16, 1), data(), {}
-    with set_now(notes=Counter(), comparing=True, off=off):
+    with set_mode(notes=Counter(), comparing=True, off=off):
         result = site("sum", lambda: Full.forward(module, x), lambda: fused(module, x))
     assert torch.equal(result, x + 1)
     assert off == {"sum": sites.NO_MEMORY}
@@ -171,7 +171,7 @@ def test_the_report_names_what_was_not_compared(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(accuracy.Truth, "__call__", full)
+    monkeypatch.setattr(accuracy.Float32Run, "__call__", full)
     with (
         kw.injected(model, numerics="fused") as report,
         pytest.warns(UserWarning, match="not compared with eager"),

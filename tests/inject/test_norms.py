@@ -1,4 +1,4 @@
-"""Which modules are norms the kernels know: found by trying them, whatever they are called."""
+"""Which modules are norms that the kernels support: found by running them, whatever their name."""
 
 from importlib import import_module
 
@@ -17,7 +17,7 @@ PLUS_ONE = "it multiplies by 1 + weight, not by weight"
 
 
 def norm_of(family, name, *size, **config):
-    """A norm of a family of transformers, its weights random."""
+    """A norm of a family of transformers, with random weights."""
     module = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
     made = module(*size, **config)
     for parameter in made.parameters():
@@ -54,7 +54,7 @@ def named(cases):
 
 
 class Around(nn.Module):
-    """A model that is nothing but a norm."""
+    """A model that consists of a norm."""
 
     def __init__(self, norm):
         super().__init__()
@@ -100,12 +100,12 @@ def test_a_layer_norm_of_torch_with_and_without_its_parts(affine, bias, dtype):
     assert fused_sites(report) == {"norm": 1}
 
 
-STRIDED = "its rows do not lie side by side in memory"
+STRIDED = "its rows are not contiguous in memory"
 
 
 @pytest.mark.parametrize(("numerics", "fate"), [("exact", STRIDED), ("fused", "fused")])
 def test_rows_across_memory_stay_where_they_are(numerics, fate):
-    """As a VAE normalises its channels: eager keeps the layout, which its convolutions want."""
+    """As a VAE normalises its channels: eager keeps the layout for the next convolution."""
     norm = norm_of("llama", "LlamaRMSNorm", WIDTH)
     x = rows().transpose(-1, -2).contiguous().transpose(-1, -2)
     expected = norm(x)
@@ -156,7 +156,7 @@ def test_norms_without_eps_and_rows_given_by_name_compile_whole():
 
 
 def test_weights_in_float32_in_a_model_of_bfloat16():
-    """Eager then ends in float32; a kernel would not."""
+    """Eager then returns float32; a kernel would not."""
     report = check_exact(
         Around(norm_of("llama", "LlamaRMSNorm", WIDTH)), {"x": rows(torch.bfloat16)}
     )

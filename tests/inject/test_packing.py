@@ -1,4 +1,4 @@
-"""Weights that lie side by side: what becomes of them, and what is seen of them."""
+"""Packed weights: what happens to them, and what users see of them."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ def pack(heads, x=None):
 
 
 def check_packed(heads):
-    """The layers are packed, and the block is what they are."""
+    """The layers are packed, and the block holds their weights."""
     found = pack(heads)
     assert isinstance(found, packed_weights.Packed), found
     assert is_packed(heads)
@@ -105,7 +105,7 @@ def test_a_weight_cut_short_at_the_same_address_is_seen():
     heads = Heads()
     check_packed(heads)
     heads.k.weight.data, heads.k.bias.data = heads.k.weight.data[:16], heads.k.bias.data[:16]
-    assert isinstance(pack(heads), str)  # it is not all that lies in its memory
+    assert isinstance(pack(heads), str)  # other tensors share its memory
 
 
 def held(heads):
@@ -151,7 +151,7 @@ def of_other_inputs(heads):
 
 def narrow(heads):
     heads.q.weight, heads.q.bias = (nn.Parameter(torch.randn(s)) for s in ((3, WIDTH), (3,)))
-    return "no multiple of 64 bytes"
+    return "not a multiple of 64 bytes"
 
 
 def subclass(heads):
@@ -160,7 +160,7 @@ def subclass(heads):
 
     made = torch.randn(WIDTH, WIDTH).as_subclass(Quantised)
     heads.q._parameters["weight"] = made
-    return "class of their own"
+    return "a tensor subclass"
 
 
 SHARED = [held, tied, strided, inference, of_processes, subclass]
@@ -190,7 +190,7 @@ def test_nothing_is_packed_under_a_mode_that_makes_other_tensors():
     heads = Heads()
     x = rows()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert "looks on" in pack(heads, x)
+        assert "a dispatch mode" in pack(heads, x)
     check_packed(heads)
 
 

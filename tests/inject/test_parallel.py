@@ -1,4 +1,4 @@
-"""Two processes that share a sequence (diffusers' context parallelism) get what they got before."""
+"""Two processes that share a sequence (diffusers' context parallelism) get the same results."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ def one_of_two(rank, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    # diffusers deals ranks out to accelerators, and divides by their number before it looks
+    # diffusers assigns ranks to accelerators, and divides by their number without checking for zero
     torch.accelerator.device_count = lambda: 1
 
     from diffusers import ContextParallelConfig
@@ -28,7 +28,7 @@ def one_of_two(rank, port):
 
     model = models.build("ltx-video", tiny=True, dtype=torch.float32)
     inputs = models.inputs("ltx-video", tiny=True, dtype=torch.float32)
-    # diffusers 0.42 gives every rank the mask of all heads, which fits none
+    # diffusers 0.42 gives every rank the mask of all heads, which does not fit
     inputs["encoder_attention_mask"] = None
     with torch.no_grad():
         alone = model(**inputs)[0]

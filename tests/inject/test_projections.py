@@ -1,4 +1,4 @@
-"""Linear layers of one input as one product: where it is used, and whose bits it has."""
+"""Linear layers that share an input as one GEMM: where it is used, and its bits."""
 
 import copy
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What depends on the text alone is made once a prompt, and made anew when anything changes."""
+"""What depends only on the text is computed once per prompt, and again when anything changes."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ import kernelwright as kw
 from kernelwright import models
 from kernelwright.inject.graphs import capture
 from kernelwright.inject.graphs import graphs as graphs_module
-from kernelwright.inject.reuse.prompt_values import Prompts, Shared
+from kernelwright.inject.reuse.prompt_values import PerForwardCache, Prompts
 from kernelwright.inject.runtime import model_run
-from kernelwright.inject.state.tensor_samples import Contents
+from kernelwright.inject.state.tensor_samples import TensorSamples
 
 from .harness import run, same
 from .stand_in import CpuGraphs, alignment_of_new_memory  # noqa: F401
@@ -20,7 +20,7 @@ TEXT = "encoder_hidden_states"
 
 @pytest.fixture
 def made(monkeypatch):
-    """Counts what is made of a prompt."""
+    """Counts the projections of a prompt."""
     counts, once = [], Prompts.once
 
     def counted(self, owner, source, layers, make):
@@ -40,7 +40,7 @@ def test_a_prompt_is_used_again_as_long_as_it_is_the_same(name, made):
     model, inputs = built(name)
     expected = run(model, inputs)
     kw.inject(model)
-    for _ in range(2):  # what is being compared is not kept
+    for _ in range(2):  # results are not cached during a comparison
         assert same(run(model, inputs), expected)
     first = len(made)
     assert first
@@ -119,7 +119,7 @@ def test_a_graph_makes_them_only_for_a_new_prompt(monkeypatch, made):
 
 
 def test_inference_mode_keeps_nothing(made):
-    """Its tensors do not count who writes to them."""
+    """Its tensors have no version counter."""
     model, inputs = built()
     kw.inject(model)
     with torch.inference_mode():
@@ -132,12 +132,12 @@ def test_inference_mode_keeps_nothing(made):
 
 
 def test_what_was_made_before_a_recording_is_no_part_of_it():
-    shared, made, text = Shared(), [], torch.ones(1)
+    shared, made, text = PerForwardCache(), [], torch.ones(1)
 
     def make():
         shared(text, None, lambda: made.append(1))
 
-    with model_run.begin(nn.Identity(), (text,), {}, Contents()):
+    with model_run.begin(nn.Identity(), (text,), {}, TensorSamples()):
         make()
         make()
         assert len(made) == 1
@@ -149,9 +149,9 @@ def test_what_was_made_before_a_recording_is_no_part_of_it():
 
 
 def test_what_blocks_share_is_made_once_in_a_forward():
-    shared, made, text = Shared(), [], torch.ones(1)
+    shared, made, text = PerForwardCache(), [], torch.ones(1)
     for _ in range(2):
-        with model_run.begin(nn.Identity(), (text,), {}, Contents()):
+        with model_run.begin(nn.Identity(), (text,), {}, TensorSamples()):
             shared(text, None, lambda: made.append(1))
     assert len(made) == 2
     shared(text, None, lambda: made.append(1))

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: every fused place takes part, and the bits are eager's."""
+"""Stable Diffusion 3 and 3.5: every fusion site is used, and the bits are eager's."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_a_processor_of_ones_own_is_called():
 
 def test_fused_projections():
     model, inputs = sd3()
-    # its processor for this cannot attend to the image alone
+    # its processor for this needs the text
     model = type(model).from_config({**model.config, "dual_attention_layers": ()}).eval()
     kw.inject(model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Several threads on one injected model, from the first call on: eager's bits in each of them."""
+"""Several threads use one injected model from the first call on: eager's bits in each."""
 
 import copy
 import sys
@@ -26,8 +26,8 @@ def threads_take_turns_often():
 
 
 def sizes(name, number):
-    """Some threads see the same shapes at the same time, others see others, and all together see
-    more than are kept."""
+    """Some threads use the same shapes at the same time, others use others, and all together more
+    than are cached."""
     extra = number % 12
     return {"tokens": 12 + extra} if "text" not in presets(name) else {"text": 8 + extra}
 
@@ -46,7 +46,7 @@ def called(model, inputs):
 
 
 def together(work, count=THREADS):
-    """Run `work(number)` in threads that start at once; what any of them raised is raised."""
+    """Run `work(number)` in threads that start together; raises what any of them raised."""
     barrier, errors = threading.Barrier(count), []
 
     def run(number):
@@ -154,7 +154,7 @@ def test_weights_that_are_written_between_the_calls_of_many_threads():
 
 
 def drawn_meanwhile(work):
-    """What another thread draws from the global generator while `work` goes on."""
+    """What another thread draws from the global generator while `work` runs."""
     draws, done = [], threading.Event()
 
     def draw():
@@ -187,7 +187,7 @@ def test_no_thread_draws_the_same_numbers_twice_while_another_sees_new_shapes(gr
 
 
 def test_first_calls_leave_the_generator_where_they_found_it():
-    """A model that draws nothing takes nothing out of what others draw."""
+    """A model that draws no random numbers does not change what others draw."""
     model = models.build("ltx-video", **HOW)
     kw.inject(model)
     before = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The float32 run that errors are measured against: true, and small."""
+"""The float32 run that errors are measured against: accurate, and small in memory."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def noise(*shape, seed=0, dtype=torch.float32):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that were made while it lasts."""
+    """Counts the bytes of tensors created during the `with` block."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ def test_attention_of_a_module_keeps_few_scores(monkeypatch):
     peaks = {}
     for scores in (2**12, 2**20):
         monkeypatch.setattr(float32_run, "SCORES", scores)
-        run = float32_run.Truth(Attention(), Attention.forward, "cpu")
+        run = float32_run.Float32Run(Attention(), Attention.forward, "cpu")
         with sdpa_kernel(SDPBackend.MATH), Live() as live:
             torch.testing.assert_close(run((q, k, k), {}), expected)
         peaks[scores] = live.peak
@@ -101,7 +101,7 @@ def test_attention_of_a_module_keeps_few_scores(monkeypatch):
 
 
 class Layers(nn.Module):
-    """Layers that use what float32 copies get wrong: a weight twice, a dtype, buffers."""
+    """Layers that a float32 copy may get wrong: a weight used twice, a dtype, buffers."""
 
     def __init__(self, width=64, layers=6):
         super().__init__()
@@ -126,7 +126,7 @@ def test_the_truth_is_what_a_float32_copy_gives():
     module, x = Layers(), noise(3, 64, dtype=torch.bfloat16)
     expected = copy.deepcopy(module).float()(x.float())
     before = copy.deepcopy(module.state_dict())
-    got = float32_run.Truth(module, Layers.forward, "cpu")((x,), {})
+    got = float32_run.Float32Run(module, Layers.forward, "cpu")((x,), {})
     assert got.dtype == torch.float32
     assert torch.equal(got, expected)
     after = module.state_dict()
@@ -137,7 +137,7 @@ def test_the_truth_is_what_a_float32_copy_gives():
 def test_a_float32_run_holds_one_widened_weight_at_a_time():
     module, x = Layers(width=256), noise(3, 256, dtype=torch.bfloat16)
     with torch.no_grad(), Live() as live:
-        float32_run.Truth(module, Layers.forward, "cpu")((x,), {})
+        float32_run.Float32Run(module, Layers.forward, "cpu")((x,), {})
     weight = 4 * 256 * 256
     assert weight <= live.peak < 1.5 * weight
 
@@ -152,10 +152,10 @@ def test_a_block_of_a_model_has_the_truth_of_a_copy(monkeypatch):
         args, kwargs = calls[0]
         wide_args, wide_kwargs = float32_run.widened((args, kwargs))
         expected = nn.Module.float(copy.deepcopy(block))(*wide_args, **wide_kwargs)
-        got = float32_run.Truth(block, type(block).forward, "cpu")(args, kwargs)
+        got = float32_run.Float32Run(block, type(block).forward, "cpu")(args, kwargs)
         assert same(got, expected)
         monkeypatch.setattr(float32_run, "SCORES", 64)
-        got = float32_run.Truth(block, type(block).forward, "cpu")(args, kwargs)
+        got = float32_run.Float32Run(block, type(block).forward, "cpu")(args, kwargs)
     assert accuracy.error(got, expected) < 1e-6
 
 
@@ -175,7 +175,7 @@ def test_samples_are_run_one_by_one_with_the_errors_of_all(monkeypatch):
     assert 1e-4 < whole["eager_error"] < 1e-2
     monkeypatch.setattr(accuracy, "SAMPLES", 2 * 40 * 64)
     parts = errors_of(module, x)
-    # the others are those of the copy in float32
+    # the other calls are those of the float32 copy
     assert module.batches == [2, 2, 1]
     for name, value in whole.items():
         assert math.isclose(parts[name], value, rel_tol=1e-3)
@@ -193,7 +193,7 @@ def test_an_error_in_any_sample_is_found(sample, monkeypatch):
 
 
 class Mixing(Layers):
-    """A little of the other samples comes into each."""
+    """Mixes a little of the other samples into each."""
 
     def forward(self, x, share=0.0, batch=None):
         x = super().forward(x)
@@ -217,7 +217,7 @@ def test_what_knows_its_batch_is_run_whole(monkeypatch):
 
 
 class Repeated(Layers):
-    """The batch of its result is no input's."""
+    """The batch size of its result differs from that of every input."""
 
     def forward(self, x, times=3):
         return (

@@ -1,4 +1,4 @@
-"""UNets: every fused place takes part, and the bits are eager's."""
+"""UNets: every fusion site is used, and the bits are eager's."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def sdxl(dtype=torch.float32, **size):
 
 
 def places():
-    """The first block of a transformer normalises by itself, the others are handed their rows."""
+    """The first block of a transformer runs its own norm, the others get normalised rows."""
     joint = 2 * BLOCKS + BLOCKS - TRANSFORMERS
     return {"norm": TRANSFORMERS, "residual + norm": joint, "GEGLU": BLOCKS}
 
@@ -50,7 +50,7 @@ def test_the_table_counts_every_norm_and_activation():
 
 
 def test_projections_by_convolution():
-    """SD 1.5 hands its blocks pixels in the layout of its convolutions."""
+    """SD 1.5 passes its blocks pixels in the layout of its convolutions."""
     from diffusers import UNet2DConditionModel
 
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Ops that a graph of torch.compile calls where no gradient is recorded: not through the dispatcher
-unless somebody wants to see them there."""
+"""Ops in a graph of torch.compile without gradients bypass the dispatcher, unless a mode or a
+subclass has to see them there."""
 
 import pytest
 import torch
@@ -14,17 +14,17 @@ from kernelwright.inject.fusions.compiled_ops import (
     JOINT_QK,
     JOINT_RESIDUAL,
     TOTAL,
-    whole,
+    concat_or_view,
 )
-from kernelwright.inject.reuse.compiled_prompt_values import OF_TEXT
-from kernelwright.inject.reuse.packed_gemm import CHOSEN, JOINED
+from kernelwright.inject.reuse.compiled_prompt_values import TEXT_PROJECTIONS
+from kernelwright.inject.reuse.packed_gemm import PROJECTIONS, TUNED_LINEAR
 from kernelwright.inject.reuse.rope_tables import QK_NORM_ROPE_KEPT
 from kernelwright.ops.residual import GATED_RESIDUAL_NORM
 from kernelwright.ops.rmsnorm import RMSNORM
 
 
 class Seen(TorchDispatchMode):
-    """The names of ours among the ops that the dispatcher was asked for."""
+    """The names of our ops that go through the dispatcher."""
 
     def __init__(self):
         super().__init__()
@@ -50,16 +50,16 @@ def total(x):
 
 def joined(x):
     layers = Heads().layers
-    return JOINED, (x, [m.weight for m in layers], [m.bias for m in layers], 0)
+    return PROJECTIONS, (x, [m.weight for m in layers], [m.bias for m in layers], 0)
 
 
 def chosen(x):
     layer = Heads().q
-    return CHOSEN, (x, layer.weight, layer.bias)
+    return TUNED_LINEAR, (x, layer.weight, layer.bias)
 
 
 def of_text(x):
-    return OF_TEXT, joined(x)[1][:3]
+    return TEXT_PROJECTIONS, joined(x)[1][:3]
 
 
 def beside(x):
@@ -117,7 +117,7 @@ def test_a_call_asks_the_dispatcher_only_where_somebody_looks_on(make, monkeypat
         with Seen() as seen:
             expected = op(*args)
         assert seen.names == [op.__name__]
-        monkeypatch.setitem(op.direct.__globals__, "_through", None)
+        monkeypatch.setitem(op.__call__.__globals__, "_through_dispatcher", None)
         assert equal(op(*args), expected)
 
 
@@ -137,16 +137,16 @@ def test_a_tensor_without_values_gets_its_shape_from_the_dispatcher(make):
 def test_a_subclass_in_a_list_is_seen_by_the_dispatcher():
     (x, weights, biases, exact) = joined(rows())[1]
     with torch.no_grad():
-        expected = JOINED(x, weights, biases, exact)
+        expected = PROJECTIONS(x, weights, biases, exact)
         twice = [TwoTensor(w.data, w.data) for w in weights]
-        got = JOINED(x, twice, biases, exact)
+        got = PROJECTIONS(x, twice, biases, exact)
     assert type(got) is TwoTensor
     torch.testing.assert_close(got.a, expected)
 
 
 def test_arguments_may_be_left_out_and_named(monkeypatch):
     x = rows()
-    monkeypatch.setitem(RMSNORM.unrecorded_op.direct.__globals__, "_through", None)
+    monkeypatch.setitem(RMSNORM.unrecorded_op.__call__.__globals__, "_through_dispatcher", None)
     assert torch.equal(RMSNORM.unrecorded_op(x), RMSNORM(x, None, 1e-6))
     named = RMSNORM.unrecorded_op(x, eps=0.5, backend="torch")
     assert torch.equal(named, RMSNORM(x, None, 0.5))
@@ -165,8 +165,8 @@ def neighbours_of_one():
 @pytest.mark.parametrize("make", [neighbours, neighbours_of_one])
 def test_streams_that_lie_behind_each_other_are_read_there(make):
     streams = make()
-    assert torch.equal(whole(streams), torch.cat(streams, 1))
-    assert whole(streams).data_ptr() == streams[0].data_ptr()
+    assert torch.equal(concat_or_view(streams), torch.cat(streams, 1))
+    assert concat_or_view(streams).data_ptr() == streams[0].data_ptr()
 
 
 def the_other_way_round():
@@ -184,13 +184,13 @@ def of_other_rows():
 
 
 def behind_the_whole_batch():
-    """In one piece of memory, but not token by token."""
+    """In one allocation, but not in the order of tokens."""
     x = torch.arange(48.0)
     return x[:32].view(2, 4, 4), x[32:].view(2, 2, 4)
 
 
 def of_two_allocations():
-    """The second may begin where the first ends by chance."""
+    """The second may start where the first ends by chance."""
     memory = torch.arange(64.0)
     first = torch.from_dlpack(memory[:32]).view(1, 2, 16)
     return first, torch.from_dlpack(memory[32:]).view(1, 2, 16)
@@ -202,5 +202,5 @@ def of_two_allocations():
 )
 def test_other_streams_are_joined_in_memory_of_their_own(make):
     streams = make()
-    assert torch.equal(whole(streams), torch.cat(streams, 1))
-    assert whole(streams).data_ptr() != streams[0].data_ptr()
+    assert torch.equal(concat_or_view(streams), torch.cat(streams, 1))
+    assert concat_or_view(streams).data_ptr() != streams[0].data_ptr()

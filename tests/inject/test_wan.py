@@ -1,4 +1,4 @@
-"""Wan: every fused place takes part, and the bits are eager's."""
+"""Wan: every fusion site is used, and the bits are eager's."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def wan(dtype=torch.float32, **size):
 
 
 def wan_from_image(dtype):
-    """Wan 2.1 I2V: the context is an image's tokens and then 512 of text."""
+    """Wan 2.1 I2V: the context is the tokens of an image, then 512 of text."""
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_a_timestep_for_every_token(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_cast_whole(dtype):
-    """.to() casts the rotation tables, the modulation tables and the norms along."""
+    """.to() also casts the rotation tables, the modulation tables and the norms."""
     model, inputs = wan()
     model = torch.nn.Module.to(model, dtype)
     inputs = {k: v.to(dtype) if k.endswith("states") else v for k, v in inputs.items()}
@@ -121,7 +121,7 @@ def test_attention_to_an_image_beside_the_text(dtype):
 
 
 def test_control_signals_added_between_blocks():
-    """VACE runs the same blocks, and adds to what they hand on."""
+    """VACE runs the same blocks, and adds to what they return."""
     from diffusers import WanVACETransformer3DModel
 
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def test_a_block_in_float64():
 
 
 def test_autocast_keeps_its_dtypes():
-    """Rows of float32 meet branches of bfloat16: no kernel adds those."""
+    """float32 rows plus bfloat16 branches: no kernel adds those."""
     block, inputs = first_block()
     with torch.autocast("cpu", torch.bfloat16):
         report = check_exact(block, inputs)

@@ -1,4 +1,4 @@
-"""A watched model: whatever a graph takes for granted is seen to change, and nothing else is."""
+"""What a graph assumes about a model: every change to it is detected, and nothing else is."""
 
 import copy
 import weakref
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernelwright.inject.graphs.assumptions import Watch
+from kernelwright.inject.graphs.assumptions import Assumptions
 
 
 class Block(nn.Module):
@@ -64,22 +64,22 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_of_the_model_is_seen(change):
     model = stack()
-    watch = Watch(model)
-    assert watch.same(model)
+    assumptions = Assumptions(model)
+    assert assumptions.same(model)
     change(model)
-    assert not watch.same(model)
-    assert Watch(model).same(model)
+    assert not assumptions.same(model)
+    assert Assumptions(model).same(model)
 
 
 def test_values_written_into_weights_are_no_change():
     model = stack()
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     with torch.no_grad():
         for weight in (*model.parameters(), *model.buffers()):
             weight.add_(1)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     model(torch.ones(2, 8))
-    assert watch.same(model)
+    assert assumptions.same(model)
 
 
 def halves(model):
@@ -100,7 +100,7 @@ def emptied(model):
 
 
 def with_setting(setting):
-    """`.to()` in one of the other ways that PyTorch has of doing it."""
+    """`.to()` in one of the other ways in which PyTorch implements it."""
 
     def change(model):
         setting(True)
@@ -133,72 +133,72 @@ FREED = {
 @pytest.mark.parametrize("change", FREED.values(), ids=FREED)
 def test_weights_whose_memory_is_gone_are_known_to_be(change):
     model = stack()
-    watch = Watch(model)
-    assert watch.in_place()
+    assumptions = Assumptions(model)
+    assert assumptions.in_place()
     change(model)
-    assert not watch.in_place()
-    assert not watch.same(model)
+    assert not assumptions.in_place()
+    assert not assumptions.same(model)
 
 
 def test_weights_are_in_place_whatever_is_written_into_them_or_made_of_them():
     model = stack()
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     views = [w.detach()[:1] for w in model.parameters()]
     loaded = copy.deepcopy(model)
     model.load_state_dict(loaded.state_dict())
     model(torch.ones(2, 8)).sum().backward()
     del views, loaded
-    assert watch.in_place()
+    assert assumptions.in_place()
 
 
 def test_a_parameter_that_somebody_keeps_may_still_be_read():
     model = stack()
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     kept = model[1].proj.weight
     model[1].proj.weight = nn.Parameter(torch.ones(8, 8))
-    assert watch.in_place()
-    assert not watch.same(model)
+    assert assumptions.in_place()
+    assert not assumptions.same(model)
     kept.data = torch.ones(8, 8)
-    assert not watch.in_place()
+    assert not assumptions.in_place()
 
 
 def test_weights_that_come_back_to_where_they_were_are_watched_again():
-    """As from the CPU, into the memory that they had left."""
+    """As if moved back from the CPU, into their former memory."""
     model, place = stack(), np.ones((8, 8), np.float32)
     weight = model[1].proj.weight
     weight.data = torch.from_numpy(place)
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     weight.data = torch.from_numpy(place)
-    assert watch.in_place()
-    assert watch.same(model)
+    assert assumptions.in_place()
+    assert assumptions.same(model)
     weight.data = torch.from_numpy(place.copy())
-    assert not watch.in_place()
+    assert not assumptions.in_place()
 
 
 @pytest.mark.parametrize(("change", "count"), [(halves, 2), (swapped, 1), (assigned, 2)])
 def test_watching_keeps_no_memory(change, count):
     model, gone = stack(), []
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     storages = [weakref.ref(w.untyped_storage(), gone.append) for w in model[0].proj.parameters()]
     change(model)
     assert len(gone) == count
-    assert not watch.in_place()
+    assert not assumptions.in_place()
     assert {r() is None for r in storages} == ({True} if count == 2 else {True, False})
 
 
 def test_another_dtype_at_the_same_address_is_seen():
     model = stack().to(torch.bfloat16)
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     set_data(model[0].proj.weight, lambda w: w.view(torch.float16))
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 def test_a_forward_replaced_a_second_time_is_seen():
     model = stack()
     model[0].act.forward = torch.relu
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     model[0].act.forward = torch.tanh
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 LORA_CHANGES = {
@@ -218,45 +218,45 @@ def test_what_a_lora_layer_reads_from_python_is_watched(change):
     layer = with_lora(model)
     layer.update_layer("other", 2, lora_alpha=2, config=LoraConfig(r=2))
     layer.set_adapter(["default"])
-    watch = Watch(model)
-    assert watch.same(model)
+    assumptions = Assumptions(model)
+    assert assumptions.same(model)
     change(layer)
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 def test_unloading_lora_is_seen():
     model = stack()
     layer = with_lora(model)
-    watch = Watch(model)
+    assumptions = Assumptions(model)
     model[0].proj = layer.get_base_layer()
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 def test_lora_loaded_into_an_eval_model_can_be_captured():
     model = stack()
     layer = with_lora(model)
     assert layer.training
-    assert Watch(model).obstacle(model) is None
+    assert Assumptions(model).obstacle(model) is None
 
 
 def test_lora_with_dropout_in_training_mode_cannot():
     model = stack()
     with_lora(model, lora_dropout=0.5)
-    assert Watch(model).obstacle(model) == "training mode"
+    assert Assumptions(model).obstacle(model) == "training mode"
     model.eval()
-    assert Watch(model).obstacle(model) is None
+    assert Assumptions(model).obstacle(model) is None
 
 
 def test_a_lora_scale_that_is_a_tensor_counts_by_its_value():
-    """As peft has scales for hot-swapping; a capture reads the value."""
+    """As peft's scales for hot-swapping; a capture reads the value."""
     model = stack()
     layer = with_lora(model)
     layer.scaling["default"] = torch.tensor(2.0)
-    watch = Watch(model)
-    assert watch.same(model)
-    assert watch.obstacle(model) is None
+    assumptions = Assumptions(model)
+    assert assumptions.same(model)
+    assert assumptions.obstacle(model) is None
     layer.scaling["default"].fill_(3.0)
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 def test_which_copy_of_a_trained_module_is_active_is_watched():
@@ -264,21 +264,21 @@ def test_which_copy_of_a_trained_module_is_active_is_watched():
 
     config = LoraConfig(r=2, target_modules=["proj"], modules_to_save=["norm"])
     model = get_peft_model(stack(), config).eval()
-    watch = Watch(model)
-    assert watch.same(model)
+    assumptions = Assumptions(model)
+    assert assumptions.same(model)
     wrapper = next(m for m in model.modules() if type(m).__name__ == "ModulesToSaveWrapper")
     wrapper.enable_adapters(False)
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 def test_scripted_modules_are_an_obstacle():
     model = stack()
     model[0].act = torch.jit.trace(nn.Linear(8, 8).eval(), torch.ones(1, 8))
-    watch = Watch(model)
-    assert watch.obstacle(model) == "scripted modules"
-    assert watch.same(model)
+    assumptions = Assumptions(model)
+    assert assumptions.obstacle(model) == "scripted modules"
+    assert assumptions.same(model)
     model[0].act = nn.GELU().eval()
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 @pytest.mark.parametrize("where", [lambda m: m, lambda m: m[0].act], ids=["model", "module"])
@@ -286,14 +286,14 @@ def test_training_mode_and_hooks_are_obstacles_as_long_as_they_last(where):
     model = stack()
     place = where(model)
     place.training = True
-    assert Watch(model).obstacle(model) == "training mode"
+    assert Assumptions(model).obstacle(model) == "training mode"
     place.training = False
     handle = place.register_forward_pre_hook(lambda *a: None)
-    watch = Watch(model)
-    assert watch.obstacle(model) == f"a hook on {type(place).__name__}"
+    assumptions = Assumptions(model)
+    assert assumptions.obstacle(model) == f"a hook on {type(place).__name__}"
     handle.remove()
-    assert not watch.same(model) or watch.obstacle(model) is None
-    assert Watch(model).obstacle(model) is None
+    assert not assumptions.same(model) or assumptions.obstacle(model) is None
+    assert Assumptions(model).obstacle(model) is None
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -305,14 +305,14 @@ def test_accelerate_hooks_that_move_weights_are_obstacles(offload, wrapped):
     hook = AlignDevicesHook("cpu", offload=offload)
     add_hook_to_module(model[0].proj, SequentialHook(hook) if wrapped else hook)
     expected = "AlignDevicesHook on Linear" if offload else None
-    assert Watch(model).obstacle(model) == expected
+    assert Assumptions(model).obstacle(model) == expected
 
 
 def test_model_offload_is_an_obstacle():
     from accelerate import cpu_offload_with_hook
 
     model, _ = cpu_offload_with_hook(stack(), "cpu")
-    assert Watch(model).obstacle(model) == "CpuOffload on Sequential"
+    assert Assumptions(model).obstacle(model) == "CpuOffload on Sequential"
 
 
 def test_diffusers_hooks_are_obstacles_but_an_empty_registry_is_none():
@@ -321,11 +321,11 @@ def test_diffusers_hooks_are_obstacles_but_an_empty_registry_is_none():
     model = stack()
     registries = [HookRegistry.check_if_exists_or_initialize(m) for m in (model, model[0])]
     for registry, name in zip(registries, ("Sequential", "Block"), strict=True):
-        watch = Watch(model)
-        assert watch.obstacle(model) is None
+        assumptions = Assumptions(model)
+        assert assumptions.obstacle(model) is None
         registry.register_hook(ModelHook(), "cache")
-        assert not watch.same(model) or watch.obstacle(model)
-        assert Watch(model).obstacle(model) == f"a hook on {name}"
+        assert not assumptions.same(model) or assumptions.obstacle(model)
+        assert Assumptions(model).obstacle(model) == f"a hook on {name}"
         registry.remove_hook("cache")
 
 
@@ -335,9 +335,9 @@ def test_weights_that_are_no_plain_tensors_are_an_obstacle():
 
     model = stack()
     model[0].proj.weight = Packed(torch.ones(8, 8))
-    watch = Watch(model)
-    assert watch.obstacle(model) == "weights of type Packed"
-    assert watch.same(model)
+    assumptions = Assumptions(model)
+    assert assumptions.obstacle(model) == "weights of type Packed"
+    assert assumptions.same(model)
 
 
 def test_the_attention_of_diffusers_is_watched():
@@ -346,16 +346,16 @@ def test_the_attention_of_diffusers_is_watched():
     model = nn.Sequential(Attention(8, heads=2, dim_head=4)).eval()
     processor = model[0].processor
     processor.scale = [1.0]
-    watch = Watch(model)
-    assert watch.same(model)
+    assumptions = Assumptions(model)
+    assert assumptions.same(model)
     processor.scale[0] = 0.5
-    assert not watch.same(model)
-    watch = Watch(model)
+    assert not assumptions.same(model)
+    assumptions = Assumptions(model)
     processor._attention_backend = "flash"
-    assert not watch.same(model)
-    watch = Watch(model)
+    assert not assumptions.same(model)
+    assumptions = Assumptions(model)
     model[0].set_processor(type(processor)())
-    assert not watch.same(model)
+    assert not assumptions.same(model)
 
 
 def test_the_attention_of_transformers_is_watched():
@@ -363,7 +363,7 @@ def test_the_attention_of_transformers_is_watched():
 
     size = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 8}
     model = LlamaModel(LlamaConfig(num_hidden_layers=1, attn_implementation="sdpa", **size)).eval()
-    watch = Watch(model)
-    assert watch.same(model)
+    assumptions = Assumptions(model)
+    assert assumptions.same(model)
     model.set_attn_implementation("eager")
-    assert not watch.same(model)
+    assert not assumptions.same(model)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from kernelwright.backends import Target, Unsupported
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops import attention
-from kernelwright.ops.attention import foreign, launch, reference, tiles
+from kernelwright.ops.attention import custom_kernels, launch, reference, tiles
 from kernelwright.ops.op import Call
 
 pytestmark = pytest.mark.usefixtures("rounding_interpreter")
@@ -237,7 +237,7 @@ def test_triton_refuses_what_it_cannot_hold():
 
 
 def planned(query, key, value, mask=None, capability=(9, 0)):
-    out = foreign.allocate(query, key, value)
+    out = custom_kernels.allocate(query, key, value)
     values = {"query": query, "key": key, "value": value, "mask": mask, "out": out}
     values |= {"scale": None, "causal": False}
     target = Target(capability, 132)
@@ -275,12 +275,12 @@ def test_flash_attn_4_is_called_as_it_wants_to_be(monkeypatch):
         out = attention(*(t.transpose(1, 2) for t in (q, k, v)), None, softmax_scale, causal)
         return out.transpose(1, 2).contiguous(), None
 
-    monkeypatch.setattr(foreign, "_fa4", lambda: flash_attn_func)
+    monkeypatch.setattr(custom_kernels, "_fa4", lambda: flash_attn_func)
     args = tensors(2, 4, 2, 6, 6, 8)
     for t in (args, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in args]):
-        got = foreign.run(*t, None, 0.5, True, "fa4")
+        got = custom_kernels.run(*t, None, 0.5, True, "fa4")
         assert torch.equal(got, attention(*args, scale=0.5, causal=True))
-        assert got.stride() == foreign.allocate(*t).stride()
+        assert got.stride() == custom_kernels.allocate(*t).stride()
     assert seen == {"shape": (2, 6, 4, 8), "scale": 0.5, "causal": True}
 
 

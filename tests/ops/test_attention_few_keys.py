@@ -9,7 +9,7 @@ from attended import FEW_KEYS, KEY_MASKS, LOWEST, hold, key_mask, plans, tensors
 from kernelwright.backends import Target
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops import attention
-from kernelwright.ops.attention import foreign, launch, tiles
+from kernelwright.ops.attention import custom_kernels, launch, tiles
 from kernelwright.ops.plan import Call
 
 pytestmark = pytest.mark.usefixtures("rounding_interpreter")
@@ -139,7 +139,7 @@ def test_tensors_are_read_where_they_lie(planned):
 
 def plan(query, key, mask=None, causal=False, capability=(9, 0)):
     values = {"query": query, "key": key, "value": key, "mask": mask, "causal": causal}
-    values |= {"scale": None, "out": foreign.allocate(query, key, key)}
+    values |= {"scale": None, "out": custom_kernels.allocate(query, key, key)}
     target = Target(capability, 132)
     return launch.plan(Call(values, op="attention", exact=None, target=target))
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernelwright
 from kernelwright import use_backend
 from kernelwright.backends.triton import interpreting
-from kernelwright.ops import op as declaration
+from kernelwright.ops import plan_cache
 from kernelwright.ops.case import Inputs
 
 BACKENDS = ["torch", *(["triton"] if interpreting() else [])]
@@ -95,7 +95,7 @@ def test_a_second_call_of_a_signature_computes_its_own_data(op, backend):
 
 @every_op(OPS)
 def test_the_number_of_plans_kept_is_bounded(op, monkeypatch):
-    monkeypatch.setattr(declaration, "MAX_PLANS", 6)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 6)
     op._plans.clear()
     arguments = full(op).arguments(Inputs(torch.float32))
     names = [n for n, a in arguments.items() if n == "eps"]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from channel_norms import EPS, LAYOUTS, eager, hold, normal, parts
 
-from kernelwright.ops.channel_norm import CHANNEL_NORM, WIDEST, problem
+from kernelwright.ops.channel_norm import CHANNEL_NORM
+from kernelwright.ops.channel_norm.limits import MAX_CHANNELS, problem
 
 pytestmark = pytest.mark.usefixtures("rounding_interpreter")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -30,9 +31,9 @@ def test_every_part_is_there_or_not(dtype, weighted, modulation, activation):
 
 
 def test_the_widest_is_held_and_nothing_wider():
-    hold(normal(1, WIDEST, 2, 9))
-    wider = normal(1, WIDEST + 1, 2, 9)
-    with pytest.raises(ValueError, match=f"{WIDEST + 1} channels"):
+    hold(normal(1, MAX_CHANNELS, 2, 9))
+    wider = normal(1, MAX_CHANNELS + 1, 2, 9)
+    with pytest.raises(ValueError, match=f"{MAX_CHANNELS + 1} channels"):
         hold(wider)
 
 

@@ -17,7 +17,7 @@ from kernelwright.checking.cubins import cubins
 from kernelwright.checking.promises import promises
 from kernelwright.cli import app
 from kernelwright.errors import CannotRun
-from kernelwright.ops import op as declaration
+from kernelwright.ops.declared_ops import declared
 from kernelwright.ops.op import registry
 from kernelwright.scaffold import KINDS, LANGUAGES, create
 
@@ -116,8 +116,10 @@ def among_ours(tmp_path, monkeypatch):
     package = checkout(tmp_path)
     monkeypatch.setattr(kernelwright.ops, "__path__", [*kernelwright.ops.__path__])
     kernelwright.ops.__path__.append(str(package / "ops"))
-    monkeypatch.setattr(declaration, "_registry", dict(declaration._registry))
-    return package
+    known = dict(declared)
+    yield package
+    declared.clear()
+    declared.update(known)
 
 
 def test_a_folder_under_ops_is_an_op_like_the_others(among_ours):

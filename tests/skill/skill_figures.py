@@ -1,6 +1,6 @@
-"""The tables of the skill, from `results/`: `python tests/skill/skill_figures.py` puts them there.
+"""The tables of the skill, from `results/`: `python tests/skill/skill_figures.py` updates them.
 
-They are those of the documentation, so both say the same.
+They are the same as in the documentation.
 """
 
 import sys
@@ -11,21 +11,21 @@ sys.path.append(str(ROOT / "docs"))
 
 import figures  # noqa: E402  from docs
 
-from kernelwright.bench import published  # noqa: E402
+from kernelwright.report import readme_tables  # noqa: E402
 
 RESULTS = ROOT / "results" / "h200"
 REFERENCES = ROOT / "src" / "kernelwright" / "skill" / "references"
 
 
 def models() -> str:
-    return published.models(RESULTS / "models")
+    return readme_tables.models(RESULTS / "models")
 
 
 def op_times() -> str:
     return figures.op_times(RESULTS)
 
 
-# a page, the name of its section, and what makes it
+# a page, the name of its section, and the function that generates it
 SECTIONS = (
     (REFERENCES / "benchmark-and-profile.md", "models", models),
     (REFERENCES / "h100-optimization-guide.md", "op-times", op_times),

@@ -1,4 +1,4 @@
-"""The scripts of the skill: each tells its options, and runs on a CPU as its page says."""
+"""The scripts of the skill: each prints its options, and runs on a CPU as its page says."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""The agent skill: valid, whole, true to the package, and put where agents look for it."""
+"""The agent skill: valid, complete, true to the package, and installed where agents look."""
 
 import json
 import re
@@ -112,7 +112,7 @@ def test_ops_named_in_its_table_exist():
 
 
 def test_what_is_said_of_the_templates_is_in_them():
-    """The line that computes, as the pages name it."""
+    """The line that computes, as quoted in the pages."""
     pages = {p.stem: p.read_text() for p in PAGES}
     line = "b_y = b_x * tl.sigmoid(beta * b_x)"
     assert line in pages["add-triton-kernel"]

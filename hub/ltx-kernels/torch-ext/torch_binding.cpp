@@ -1,5 +1,5 @@
-// The library's ops. They take addresses, not tensors: an op in Python holds the tensors, has checked
-// them, and keeps one prepared launch for each signature.
+// The ops of the library. They take addresses, not tensors: the op in Python has checked its tensors,
+// keeps them alive, and keeps one prepared launch for each signature.
 #include "torch_binding.h"
 
 #include <c10/cuda/CUDAException.h>
@@ -10,17 +10,12 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "instances.h"
+#include "families.h"
 #include "registration.h"
 
 namespace {
 
 constexpr std::size_t MAX_BYTES = 512;
-
-struct Found {
-  const void* kernel;
-  std::size_t bytes;
-};
 
 struct Prepared {
   const void* kernel;
@@ -29,12 +24,12 @@ struct Prepared {
   alignas(16) char arguments[MAX_BYTES];
 };
 
-const std::unordered_map<std::string, Found>& table() {
+const std::unordered_map<std::string, const Instance*>& table() {
   static const auto all = [] {
-    std::unordered_map<std::string, Found> found;
-    for (const Family& family : {ROW, ROPE, GLU, GELU})
-      for (std::size_t i = 0; i < family.count; i++)
-        found[family.first[i].name] = {family.first[i].kernel, family.bytes};
+    std::unordered_map<std::string, const Instance*> found;
+    for (const Family* family : FAMILIES)
+      for (std::size_t i = 0; i < family->count; i++)
+        found[family->first[i].name] = &family->first[i];
     return found;
   }();
   return all;
@@ -52,16 +47,17 @@ int64_t prepare(const std::string& kernel, int64_t grid, int64_t block, const c1
                 c10::IntArrayRef words) {
   const auto found = table().find(kernel);
   TORCH_CHECK(found != table().end(), "no such kernel: ", kernel);
+  const Instance& instance = *found->second;
   const std::size_t head = present.size() * sizeof(void*), tail = words.size() * sizeof(int64_t);
-  const std::size_t bytes = found->second.bytes;
-  // the struct may end in four bytes that the last word pads to eight
+  const std::size_t bytes = instance.bytes;
+  // `words` are whole: the last one may be four bytes longer than the struct
   TORCH_CHECK(head + tail >= bytes && head + tail - bytes < 8 && head + tail <= MAX_BYTES, kernel,
               " takes ", bytes, " bytes, not ", head + tail);
-  // loads the kernel now: a first launch inside a graph capture must not
+  // loads the kernel now: loading it in a graph's capture would break the capture
   cudaFuncAttributes attributes;
-  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, found->second.kernel));
-  // kept for the life of the process, as the plan in Python that holds its number
-  auto* made = new Prepared{found->second.kernel, unsigned(grid), unsigned(block), {}, {}};
+  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, instance.kernel));
+  // never freed: a plan in Python keeps this address for the life of the process
+  auto* made = new Prepared{instance.kernel, unsigned(grid), unsigned(block), {}, {}};
   for (unsigned i = 0; i < present.size(); i++)
     if (present.get(i)) made->slots.push_back(i);
   std::memcpy(made->arguments + head, words.data(), tail);

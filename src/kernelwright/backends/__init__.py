@@ -2,58 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Protocol
-
 import torch
 
+from .launch import HOPPER, Launch, Target, Unsupported, installed, load
 
-class Unsupported(Exception):
-    """A kernel cannot serve this signature; the message says why."""
-
-
-class Launch(Protocol):
-    """A kernel with everything about its launch but the addresses.
-
-    `pointers` names the op's arguments and outputs in kernel order, "" where the op has none for
-    that place; `alignment` is what every address must be a multiple of, in bytes. What `load`
-    returns takes the addresses of those that are there.
-    """
-
-    @property
-    def pointers(self) -> tuple[str, ...]: ...
-    @property
-    def alignment(self) -> int: ...
-
-    def load(self, values: Mapping[str, Any], device: int) -> Callable[[Sequence[Any]], None]: ...
-
-
-@dataclass(frozen=True)
-class Target:
-    """The GPU that a launch is planned for."""
-
-    capability: tuple[int, int]
-    multiprocessors: int
-
-    @staticmethod
-    def of(device: torch.device) -> Target:
-        return _target(device.index) if device.type == "cuda" else HOPPER
-
-    @property
-    def arch(self) -> str:
-        return f"sm_{self.capability[0]}{self.capability[1]}"
-
-
-HOPPER = Target((9, 0), 132)
-
-
-@functools.lru_cache
-def _target(index: int | None) -> Target:
-    properties = torch.cuda.get_device_properties(index)
-    return Target((properties.major, properties.minor), properties.multi_processor_count)
+__all__ = ["HOPPER", "Launch", "Target", "Unsupported", "installed", "load", "problem"]
 
 
 def problem(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -65,23 +18,3 @@ def problem(backend: str, device: torch.device, dtype: torch.dtype) -> str | Non
     else:
         from . import cuda as chosen  # type: ignore[no-redef]
     return chosen.problem(device, dtype)
-
-
-def load(
-    launch: Launch, values: Mapping[str, Any], device: torch.device, op: str
-) -> Callable[[Sequence[Any]], None]:
-    """Build or fetch the kernel and return what launches it, given the addresses."""
-    if device.type != "cuda":
-        return launch.load(values, -1)
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{op}: its kernel for this signature is not built yet, and building it would break "
-            f"the CUDA graph being captured; call the op once with these shapes before capturing"
-        )
-    with torch.cuda.device(device):
-        return launch.load(values, device.index)
-
-
-@functools.lru_cache
-def installed(module: str) -> bool:
-    return find_spec(module) is not None

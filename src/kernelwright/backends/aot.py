@@ -1,7 +1,7 @@
-"""CUDA C++ kernels compiled ahead of time: the same launches as `cuda.py`, found in a library.
+"""CUDA C++ kernels compiled ahead of time: the launches of `cuda.py` with kernels from a library.
 
 The library (`hub/ltx-kernels`) holds instances of the templates in the `.cuh` files, each under the
-text that `CudaLaunch.template` asks for. What it does not hold it cannot run: no compiler is here.
+text of its `CudaLaunch.template`. An instance that is not in it cannot run: nothing is compiled.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import Unsupported, installed
+from .launch import Unsupported, installed
 
 if TYPE_CHECKING:
     from .cuda import CudaLaunch
 
-# what `pip install ./hub/ltx-kernels` brings
+# the module that `pip install ./hub/ltx-kernels` installs
 MODULE = "ltx_kernels_aot"
 _connected: list[Any] = []
 
 
 def connect(ops: Any) -> None:
-    """Take the kernels from this torch.ops namespace; a Hub package has one of its own."""
+    """Take the kernels from this torch.ops namespace; each Hub package has its own."""
     _connected[:] = [ops]
     _launcher.cache_clear()
     kernels.cache_clear()
@@ -59,13 +59,13 @@ def _launcher() -> Any:
 
 @functools.lru_cache
 def kernels() -> frozenset[str]:
-    """The templates that the library holds."""
+    """The template instances in the library."""
     return frozenset(_launcher().kernels())
 
 
 @dataclass(frozen=True)
 class AotLaunch:
-    """A launch of the `cuda` backend whose kernel is compiled already."""
+    """A launch of the `cuda` backend with a kernel from the library."""
 
     cuda: CudaLaunch
 
@@ -81,19 +81,19 @@ class AotLaunch:
         cuda, ops = self.cuda, _launcher()
         present = [values.get(n) is not None for n in cuda.pointers]
         prepared = ops.prepare(cuda.template, cuda.grid, cuda.block, present, self.words)
-        # an overload is a frame of Python around the function that it calls its `op`
+        # call the overload's `op` directly: the overload itself is one more Python frame
         launch = getattr(ops.launch.default, "op", ops.launch.default)
         return functools.partial(launch, prepared)
 
     @property
     def words(self) -> list[int]:
-        """The struct that the kernel takes, behind its pointers, in pieces of eight bytes."""
+        """The kernel's struct of scalars, which follows its pointers, as 8-byte words."""
         packed = struct.pack(f"@{self.cuda.layout}0q", *self.cuda.scalars)
         return [w for (w,) in struct.iter_unpack("@q", packed)]
 
 
 def compiled(launch: CudaLaunch) -> AotLaunch:
-    """The launch with the library's kernel, or Unsupported if the library has none for it."""
+    """The launch with the library's kernel; raises Unsupported if the library has none."""
     if launch.template not in kernels():
         raise Unsupported(
             f"the library has no {launch.template}; build it with this shape among its cases, "

@@ -1,11 +1,11 @@
-"""Compiled kernels on disk: content-addressed, private, published whole or not at all.
+"""Compiled kernels on disk: content-addressed, private, written atomically.
 
-A file holds a SHA-256 of its key and its payload, and the payload. What is truncated, foreign,
-tampered with or kept under another key is rebuilt, never loaded; a folder that cannot be written,
-or that others may write to, costs a compile a process, with one warning.
+A file holds the payload after a SHA-256 of its key and payload. A file that is truncated, tampered
+with, or belongs to another user or key is rebuilt, never loaded. If the folder is not writable, or
+others may write to it, each process compiles its kernels, with one warning.
 
-A kernel is code, so everything on the way to one is opened first and asked then whose it is: what
-is checked is what is read, whatever is put under its name meanwhile.
+Kernels are code, so owner and mode of each folder and file are checked after opening it: what is
+read is what was checked, even if the name points elsewhere by then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 MAGIC = b"kernelwright-2\n"
 HEAD = len(MAGIC) + hashlib.sha256().digest_size
-# cubins of our kernels have 6 to 18 kB for sm_90: what is larger than this is none
+# our cubins have 6 to 18 kB on sm_90: a file larger than this is not one
 MOST_BYTES = 64 << 20
 
 
@@ -38,8 +38,8 @@ class KernelCache:
     @staticmethod
     @functools.lru_cache
     def default() -> KernelCache:
-        """The folder of this user: $KERNELWRIGHT_CACHE, or else kernelwright in the XDG cache
-        folder or in ~/.cache, or else one of the user's own beside other temporary files."""
+        """$KERNELWRIGHT_CACHE; else kernelwright in the XDG cache folder or in ~/.cache; else a
+        folder of the user's own in the folder for temporary files."""
         named = os.environ.get("KERNELWRIGHT_CACHE")
         if named:
             return KernelCache(Path(named))
@@ -54,7 +54,7 @@ class KernelCache:
         return self.folder / key[:2] / f"{key}.cubin"
 
     def read(self, key: str) -> bytes | None:
-        """The kernel, or None if there is none that can be trusted."""
+        """The kernel, or None if no trusted file has it."""
         try:
             with self._open(key) as parent, _opened(self.path(key).name, os.O_RDONLY, parent) as at:
                 size = os.fstat(at).st_size
@@ -68,7 +68,7 @@ class KernelCache:
         return payload if data[:HEAD] == _head(key, payload) else None
 
     def write(self, key: str, payload: bytes) -> None:
-        """Publish atomically: other processes see the whole file or none."""
+        """Write atomically: other processes see the complete file or none."""
         try:
             if HEAD + len(payload) > MOST_BYTES:
                 raise OSError(errno.EFBIG, f"a kernel of {len(payload)} bytes")
@@ -86,7 +86,7 @@ class KernelCache:
                 )
 
     def problem(self) -> str | None:
-        """Why no kernels can be read or kept here, or None."""
+        """Why kernels cannot be read or written here, or None."""
         try:
             with _opened(self.folder, os.O_RDONLY | os.O_DIRECTORY):
                 return None
@@ -96,11 +96,11 @@ class KernelCache:
             return str(error)
 
     def writable(self) -> bool:
-        """Whether kernels can be kept here."""
+        """Whether kernels can be written here."""
         return self.problem() is None and _writable(self._nearest())
 
     def _nearest(self) -> Path:
-        """The folder itself, or the nearest one above it that there is."""
+        """The folder itself, or its nearest parent that exists."""
         folder = self.folder
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
@@ -108,8 +108,8 @@ class KernelCache:
 
     @contextmanager
     def _open(self, key: str, make: bool = False) -> Iterator[int]:
-        """The folder that holds a key's file. The cache folder may be a link: a person may have put
-        it on another disk. Below it there are none."""
+        """The folder that holds a key's file. The cache folder may be a symlink, say to another
+        disk; below it symlinks are not followed."""
         part = self.path(key).parent.name
         with _opened(self.folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
             if make:
@@ -121,8 +121,8 @@ class KernelCache:
 
 @contextmanager
 def _opened(name: str | Path, flags: int, parent: int | None = None) -> Iterator[int]:
-    """A file or folder of this user that nobody else may write to; raises OSError for any other."""
-    # O_NONBLOCK: a FIFO would wait for someone to write
+    """Open a file or folder of this user that nobody else may write to, or raise OSError."""
+    # O_NONBLOCK: opening a FIFO would block until someone writes to it
     flags |= os.O_NONBLOCK | os.O_CLOEXEC
     if parent is not None:
         flags |= os.O_NOFOLLOW
@@ -143,7 +143,7 @@ def _opened(name: str | Path, flags: int, parent: int | None = None) -> Iterator
 
 
 def _publish(parent: int, name: str, content: bytes) -> None:
-    """Write a file beside its place and move it there; leaves nothing behind if that fails."""
+    """Write a temporary file and rename it to `name`; remove it if that fails."""
     temporary = f"{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     at = os.open(temporary, flags, 0o600, dir_fd=parent)
@@ -158,18 +158,18 @@ def _publish(parent: int, name: str, content: bytes) -> None:
 
 
 def _head(key: str, payload: bytes) -> bytes:
-    """What a file begins with. The key is of one length, so no other key and payload give it."""
+    """The header of a file. Keys have one length, so key and payload cannot be split otherwise."""
     return MAGIC + hashlib.sha256(MAGIC + key.encode() + payload).digest()
 
 
 def _usual_folders() -> Iterator[Path]:
-    """Where kernels go if nobody says. A relative XDG_CACHE_HOME is to be ignored, as its
-    specification says; without HOME and an entry in the user database `~` stays as it is."""
+    """The default folders. XDG's specification says to ignore a relative XDG_CACHE_HOME; `~` is not
+    expanded without HOME and an entry in the user database."""
     homes = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
     yield from (Path(home) / "kernelwright" for home in homes if os.path.isabs(home))
     try:
         temporary = tempfile.gettempdir()
-    except OSError:  # not one that can be written
+    except OSError:  # no temporary folder is writable
         temporary = os.path.abspath(os.sep)
     yield Path(temporary) / f"kernelwright-{os.geteuid()}"
 

@@ -1,4 +1,4 @@
-// What a new kernel starts from: types, vector access, rounding policies, reductions, row addresses.
+// What all kernels share: types, vector access, rounding policies, reductions, row addresses.
 // No torch headers: the same files compile under NVRTC and in an ahead-of-time extension.
 #pragma once
 #include <cuda_bf16.h>
@@ -19,12 +19,12 @@ template <> __device__ __forceinline__ half narrow<half>(float v) { return __flo
 template <> __device__ __forceinline__ bfloat16 narrow<bfloat16>(float v) { return __float2bfloat16_rn(v); }
 
 // v rounded to T, as a float. From sm_80 on by the packed conversion: the single one runs at a quarter
-// of its rate, and rounding after every step then takes longer than the memory (adaln_rmsnorm, exact,
-// 2x2688x2048 on H200: 19 against 15 us).
+// of its rate, and rounding after every step then takes longer than the memory traffic
+// (adaln_rmsnorm, exact, 2x2688x2048 on H200: 19 against 15 us).
 template <class T> __device__ __forceinline__ float rounded(float v) { return widen(narrow<T>(v)); }
 #if __CUDA_ARCH__ >= 800
 template <> __device__ __forceinline__ float rounded<bfloat16>(float v) {
-  unsigned bits;  // bfloat16 in the upper half, zero below: the float it stands for
+  unsigned bits;  // bfloat16 in the upper half, zeros below: the bits of the same float
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(v), "f"(0.f));
   return __uint_as_float(bits);
 }
@@ -48,8 +48,8 @@ __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// N neighbours in registers. 16-bit ones lie in words of two: one instruction rounds both, where each
-// by itself takes four times as long.
+// N neighbours in registers. 16-bit values are packed in pairs: one instruction rounds both; rounding
+// each by itself takes four times as long.
 template <class T, int N, bool WORDS = sizeof(T) == 2 && N % 2 == 0> struct Neighbours {
   T v[N];
   __device__ __forceinline__ float get(int i) const { return widen(v[i]); }
@@ -67,9 +67,9 @@ template <class T, int N> struct Neighbours<T, N, true> {
   __device__ __forceinline__ void set(int i, float low, float high) { word[i / 2] = pair<T>(low, high); }
 };
 
-// A store to global memory that the compiler does not take apart, as it does with some plain ones
-// (gated_residual_norm, 2x2688x2048 on H200: 23.5 us, 28.8 with 12 stores in place of 4). It may move
-// loads across it: not for what the same thread reads again.
+// A store to global memory that the compiler does not split, as it does with some plain stores
+// (gated_residual_norm, 2x2688x2048 on H200: 23.5 us, 28.8 with 12 stores instead of 4). The compiler
+// may move loads across it: not for memory that the same thread reads again.
 template <class T> __device__ __forceinline__ void write_whole(T* p, const T& value) {
   const size_t at = __cvta_generic_to_global(p);
   if constexpr (sizeof(T) == 16) {
@@ -83,8 +83,8 @@ template <class T> __device__ __forceinline__ void write_whole(T* p, const T& va
   }
 }
 
-// V neighbouring elements, moved in pieces of at most 16 bytes, and of at most A elements where
-// that is all their alignment allows
+// V neighbouring elements, moved in accesses of at most 16 bytes, and of at most A elements, as their
+// alignment allows
 template <class T, int V, int A = V> struct Vec {
   static constexpr int PIECE = smaller(A, smaller(V, 16 / sizeof(T)));
   struct alignas(PIECE * sizeof(T)) Piece : Neighbours<T, PIECE> {};
@@ -119,7 +119,7 @@ template <class T, int V, int A = V> struct Vec {
     } else {
 #pragma unroll
       for (int i = 0; i < V; i += 2) {
-        const float low = value(i);  // before the next: a shuffle may be part of it
+        const float low = value(i);  // evaluated before the next: value may shuffle
         set(i, low, value(i + 1));
       }
     }
@@ -136,8 +136,8 @@ struct Once {
 };
 
 // Each<C>: to C after every step, as an eager chain of C tensors does. Each<float> only forbids
-// contraction: what eager does to float32 tensors. A step whose operands have dtypes of their own
-// rounds to what eager promotes those to.
+// contraction, as eager on float32 tensors does. A step with operands of other dtypes rounds to the
+// dtype that eager promotes them to.
 template <class C> struct Each {
   static __device__ __forceinline__ float keep(float v) { return rounded<C>(v); }
   static __device__ __forceinline__ float mul(float a, float b) { return keep(__fmul_rn(a, b)); }
@@ -181,7 +181,7 @@ template <int THREADS> __device__ __forceinline__ float row_sum(float v, float* 
   return one[0];
 }
 
-// Rows lie on up to three dimensions; an operand has a stride for each, zero where it is broadcast.
+// Rows have up to three dimensions; an operand has a stride for each, zero where it is broadcast.
 struct Place { i64 outer, middle, inner; };
 struct Rows { unsigned count, middle, inner; };
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from . import installed
+from . import torch_internals
 from .cache import KernelCache
+from .launch import installed
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONS = ("std=c++17",)
-# names that resolve from outside the namespace too
+# names that also resolve outside the namespace kernelwright
 TYPES = {torch.float16: "half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _building = threading.Lock()
 
@@ -45,7 +46,7 @@ def problem(device: torch.device, dtype: torch.dtype) -> str | None:
 class CudaLaunch:
     """`template(args)` of `source` with `block` threads over `grid`.
 
-    `source` is relative to this package, or the whole path of a header of another package.
+    `source` is relative to this package, or the absolute path of a header of another package.
     Kernels take one struct: the pointers first, then `scalars` packed by `layout` (struct module
     letters, native alignment), so a hot launch rewrites only the stream and the pointers.
     """
@@ -82,13 +83,13 @@ class CudaLaunch:
         arguments = struct.pack(
             f"@{len(self.pointers)}P{self.layout}0q", *[0] * len(self.pointers), *self.scalars
         )
-        # what changes from launch to launch: the stream and, two words of zeros behind it, the
-        # pointers. absent ones stay zero: padding bytes
+        # what changes between launches: the stream and, after two zero words, the pointers. an
+        # absent pointer is skipped as padding and stays zero
         present = (values.get(n) is not None for n in self.pointers)
         changes = "@P16x" + "".join("P" if there else "8x" for there in present)
         fill = struct.Struct(changes).pack_into
-        stream = torch._C._cuda_getCurrentRawStream
-        # parameters are taken and given back, so two threads never fill the same ones
+        stream = torch_internals.raw_stream
+        # parameter blocks that no launch uses now: two threads never fill the same one
         free: list[tuple[Any, Callable[[], int]]] = []
 
         def launch(addresses: Sequence[int]) -> None:
@@ -98,7 +99,7 @@ class CudaLaunch:
                 parameters, submit = _submission(function, config, arguments)
             fill(parameters, STREAM, stream(device), *addresses)
             status = submit()
-            if status == INVALID_CONTEXT:  # a thread that has not touched CUDA yet
+            if status == INVALID_CONTEXT:  # this thread has not used CUDA yet
                 torch.cuda.set_device(device)
                 status = submit()
             free.append((parameters, submit))
@@ -115,9 +116,9 @@ STREAM = struct.calcsize("@7I0P")
 
 
 def _submission(function: int, config: bytes, arguments: bytes) -> tuple[Any, Callable[[], int]]:
-    """A launch's parameters, and the call of the driver that reads them. cuLaunchKernelEx takes
-    them in memory, all but converted: ctypes takes longer for cuLaunchKernel's eleven arguments
-    than the driver for the launch."""
+    """A launch's parameters, and the driver call that reads them. cuLaunchKernelEx reads them from
+    memory; converting cuLaunchKernel's eleven arguments takes ctypes longer than the launch takes
+    the driver."""
     parameters = ctypes.create_string_buffer(config + arguments)
     begin, size = ctypes.addressof(parameters), ctypes.c_size_t(len(arguments))
     pointer, length, end = 1, 2, 0
@@ -130,7 +131,7 @@ def _submission(function: int, config: bytes, arguments: bytes) -> tuple[Any, Ca
 
 @functools.lru_cache
 def driver() -> Any:
-    """libcuda, called with the interpreter lock held: a launch is shorter than giving it up."""
+    """libcuda, called with the GIL held: a launch takes less time than releasing the GIL."""
     library = ctypes.PyDLL("libcuda.so.1")
     p = ctypes.c_void_p
     library.cuModuleLoadData.argtypes = [p, ctypes.c_char_p]
@@ -148,7 +149,7 @@ def check(status: int, what: str) -> None:
 
 @functools.cache
 def _function(device: int, cubin: bytes, name: str) -> int:
-    """The loaded kernel; modules stay for the life of the process, graphs may hold them."""
+    """The loaded kernel. Modules are never unloaded: CUDA graphs may hold them."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     torch.cuda.set_device(torch.cuda.current_device())
     check(driver().cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
@@ -160,7 +161,7 @@ def _function(device: int, cubin: bytes, name: str) -> int:
 
 @functools.lru_cache
 def include_paths() -> tuple[str, ...]:
-    """Where `cuda_bf16.h` lies: the CUDA wheels that torch brings, or Triton's own copy."""
+    """The folder of `cuda_bf16.h`: in the CUDA wheels of torch, in Triton, or in CUDA_HOME."""
     found: list[Path] = []
     for package, places in (("nvidia", ("*/include",)), ("triton", ("backends/nvidia/include",))):
         if installed(package):
@@ -177,8 +178,8 @@ def include_paths() -> tuple[str, ...]:
 
 
 def _edition(source: str) -> str:
-    """A comment that changes with the headers beside a source of another package: ours are part of
-    every cache key, theirs are not."""
+    """A comment with a hash of the headers beside another package's source. Our own headers are
+    part of every cache key; this puts theirs into it."""
     if not os.path.isabs(source):
         return ""
     digest = hashlib.sha256()

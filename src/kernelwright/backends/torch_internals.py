@@ -1,7 +1,7 @@
 """PyTorch's private names that this library relies on, all of them, under names that explain them.
 
-A name that a later PyTorch takes away does not break `import kernelwright`: calling it raises an
-error that says which one. tests/test_internals.py calls each of them and fails first.
+A name that a later PyTorch removes does not break `import kernelwright`: calling it raises an error
+that names it. tests/test_internals.py calls each of them and fails first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ WANTED: dict[str, bool] = {}  # full name of each, and whether this PyTorch has 
 
 
 def _named(path: str, instead: Callable[..., Any] | None = None) -> Any:
-    """The object of this full name; `instead` in a build that leaves it out, such as one without
-    CUDA."""
+    """The object of this full name; `instead` in builds that do not have it, such as CPU builds."""
     found: Any = torch
     for name in path.split(".")[1:]:
         found = getattr(found, name, None)
@@ -41,7 +40,7 @@ def _named(path: str, instead: Callable[..., Any] | None = None) -> Any:
     return missing
 
 
-# who looks on at a call, and so has to see every operation of it
+# modes and transforms that have to see every operation of a call
 
 dispatch_modes: Callable[[], int] = _named("torch._C._len_torch_dispatch_stack")
 function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
@@ -77,8 +76,8 @@ def global_module_hooks() -> Iterator[dict[int, Any]]:
     yield _module._global_backward_pre_hooks
 
 
-# the switches by which a person decides, beside the operands of a call, which kernel PyTorch runs;
-# torch.backends has public properties for most, which take four times as long to read
+# the switches that decide, with the operands of a call, which kernel PyTorch runs; torch.backends
+# has public properties for most, which take four times as long to read
 
 _fp16_accumulation = _named("torch._C._get_cublas_allow_fp16_accumulation")
 _fp16_reduction = _named("torch._C._get_cublas_allow_fp16_reduced_precision_reduction")
@@ -108,12 +107,12 @@ def attention_switches() -> tuple[Any, ...]:
 
 
 def gemm_switches() -> tuple[Any, ...]:
-    """Of GEMMs in 16 bits; those in float32 have `float32_switches` too."""
+    """The switches of 16-bit GEMMs; float32 GEMMs also have `float32_switches`."""
     return (
         _fp16_accumulation(),
         _fp16_reduction(),
         _bf16_reduction(),
-        _blas_library().value,  # the enumeration itself is slow to hash
+        _blas_library().value,  # the enum itself is slow to hash
         torch.are_deterministic_algorithms_enabled(),
         _sm_carveout(),
         _tunable_gemm(),
@@ -128,7 +127,7 @@ def convolution_switches() -> tuple[Any, ...]:
     return _cudnn(), _cudnn_benchmark(), _cudnn_deterministic()
 
 
-DROPOUT: type = _named("torch.nn.modules.dropout._DropoutNd")  # of every number of dimensions
+DROPOUT: type = _named("torch.nn.modules.dropout._DropoutNd")  # the base of all dropouts
 
 # the dispatcher
 
@@ -136,7 +135,7 @@ parse_schema: Callable[[str], Any] = _named("torch._C.parse_schema")
 any_requires_grad: Callable[..., bool] = _named("torch._C._any_requires_grad")
 below_autograd: Callable[[], Any] = _named("torch._C._AutoDispatchBelowAutograd")
 after_autograd: Any = _named("torch._C._after_autograd_keyset")
-# the incoming gradients of torch.autograd.grad(..., is_grads_batched=True)
+# whether an incoming gradient is batched: torch.autograd.grad(..., is_grads_batched=True)
 is_batched_gradient: Callable[[Tensor], bool] = _named(
     "torch._C._functorch.is_legacy_batchedtensor"
 )
@@ -160,7 +159,7 @@ release_pool: Callable[..., None] = _named("torch._C._cuda_releasePool", print)
 
 
 def view_base(t: Tensor) -> Tensor:
-    """The tensor that a view is a view of; the tensor itself if it is none."""
+    """The base of a view; the tensor itself if it is not a view."""
     return t if t._base is None else t._base
 
 
@@ -168,8 +167,8 @@ def view_base(t: Tensor) -> Tensor:
 
 
 def mark_constant(function: Any) -> Any:
-    """Have torch.compile take what `function` returns for a constant. torch.compiler's decorator of
-    that purpose sets the same mark, but imports Dynamo and Triton to do so."""
+    """Make torch.compile treat what `function` returns as a constant. torch.compiler has a
+    decorator that sets the same mark, but it imports Dynamo and Triton."""
     function._dynamo_marked_constant = True
     return function
 
@@ -185,8 +184,8 @@ def forget_compiled(module: nn.Module) -> None:
 
 
 def warms_up_cudagraphs(device: torch.device) -> bool:
-    """Whether Inductor runs what it will record ("reduce-overhead"), on a stream of its own: all
-    memory that is allocated now belongs to its graph."""
+    """Whether Inductor is warming up a CUDA graph ("reduce-overhead"), on a stream of its own:
+    memory that is allocated now belongs to the graph."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or device.type != "cuda":
         return False

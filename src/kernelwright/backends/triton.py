@@ -1,8 +1,8 @@
 """Triton kernels: compiled once, then launched without Triton's Python dispatch.
 
 `kernel[grid](...)` binds, specialises and looks up on every call (20 us on the H200 machine's CPU);
-the compiled kernel's own `run` takes 8. A plan keeps the function that `run` ends in, so only
-addresses pass through Python.
+the compiled kernel's `run` takes 8. A plan keeps the driver function that `run` calls in the end,
+so Python passes only addresses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from . import installed
+from . import torch_internals
+from .launch import installed
 
 
 def interpreting() -> bool:
@@ -39,7 +40,7 @@ def problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class _Address:
-    """Stands for a tensor of a dtype and alignment while Triton specialises a kernel."""
+    """A stand-in for a tensor of this dtype and alignment while Triton specialises a kernel."""
 
     dtype: torch.dtype
     alignment: int
@@ -94,7 +95,7 @@ class TritonLaunch:
         return launch
 
     def _arrangement(self, values: Mapping[str, Any]) -> Arrange:
-        """Puts addresses in order, None where there is none, then scalars and constants."""
+        """A function that orders addresses, None for absent ones, then scalars and constants."""
         present = [values.get(n) is not None for n in self.pointers]
         tail = (*self.scalars, *self.constants.values())
         if all(present):
@@ -106,7 +107,7 @@ class TritonLaunch:
 
     @property
     def options(self) -> dict[str, Any]:
-        # multiply-add fusion by name: Triton 3.10 leaves it out by default
+        # name multiply-add fusion: Triton 3.10 turns it off by default
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -157,9 +158,9 @@ _TYPES = {
 def launcher(
     run: Any, grid: tuple[int, ...], device: int, fixed: tuple[Any, ...], arrange: Arrange
 ) -> Callable[[Sequence[int]], None]:
-    """A launch through `run`, or through the function of the driver that `run` ends in: what comes
-    before it is Python, and is about scratch memory that our kernels do not ask for."""
-    stream = torch._C._cuda_getCurrentRawStream
+    """A launch through `run`, or directly through the driver function that `run` calls: the Python
+    code before that call handles scratch memory, which our kernels do not use."""
+    stream = torch_internals.raw_stream
     x, y, z = grid
     submit, middle, packed = _passed_on(run, grid, fixed)
     if packed:
@@ -170,9 +171,9 @@ def launcher(
 def _passed_on(
     run: Any, grid: tuple[int, ...], fixed: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...], bool]:
-    """The function to call, what it takes between the stream and the kernel's arguments, and
-    whether it takes those as one tuple. The order is another one in each version of Triton, so a
-    copy of `run` is called once to see what it hands to its `launch`."""
+    """The function to call, its arguments between the stream and the kernel's arguments, and
+    whether it takes those as one tuple. Their order differs between versions of Triton, so a copy
+    of `run` is called once to see what it passes to its `launch`."""
     through_run = run, fixed, False
     sizes = (getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile"))
     if any(size != 0 for size in sizes) or getattr(run, "gsan_enabled", False):

@@ -1,1 +1,1 @@
-"""Measurements: timing, exactness against eager, and the result files they are kept in."""
+"""Benchmarks of ops, models and denoising loops, and the check of exact modes against eager."""

@@ -1,8 +1,8 @@
-"""What a way must show before it is timed: the right answer, computed by its own kernel.
+"""What an implementation must show before it is timed: the right result, by its own kernel.
 
-    ‖got - truth‖ / ‖truth‖  <=  the same of eager + one rounding of the output
+    ‖got - truth‖ / ‖truth‖  <=  that of eager + one rounding of the output
 
-`truth` is the op's reference in float64. A way that is exact must have the bits of its chain.
+`truth` is the op's reference in float64. An exact mode must give the bits of its eager chain.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..ops.op import Composite, Op
+from ..ops.composite import Composite, Part
+from ..ops.op import Op
 from ..profiling.categories import category
 from .peers import given
 
-# relative error that no right answer of these dtypes comes near: eager is held to it
+# relative error of eager from which the case itself is taken to be wrong
 WRONG = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
-# scores of attention in float64 up to here; of larger ones a part is held
-SCORES = 1 << 28
 
 
 class Wrong(AssertionError):
-    """A way whose time would mean nothing, and why."""
+    """An implementation that must not be timed; the message says why."""
 
 
 class Truth:
-    """One set of arguments, its result in float64 and how far eager is from that."""
+    """The float64 result of one set of arguments, and eager's error against it."""
 
     def __init__(self, op: Op | Composite, arguments: Mapping[str, Any], eager: Any) -> None:
         self._part = _part(op, arguments)
@@ -53,7 +52,7 @@ class Truth:
         return worst
 
     def hold(self, got: Any) -> float:
-        """The error of `got`; a `Wrong` that says so if it is above the bar."""
+        """The error of `got`; raises Wrong if it is above eager's plus one rounding."""
         error = self.error(got)
         if error > self.eager_error + torch.finfo(self.dtype).eps / 2:
             raise Wrong(f"error {error:.2e} against float64, eager's is {self.eager_error:.2e}")
@@ -67,7 +66,7 @@ def same_bits(got: Any, expected: Any, chain: str) -> None:
 
 
 class _Calls(TorchFunctionMode):
-    """The names of PyTorch's functions that are called inside."""
+    """Collects the names of the PyTorch functions that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +80,9 @@ class _Calls(TorchFunctionMode):
 
 
 def ran_a_kernel(call: Callable[[], Any]) -> None:
-    """Raise a `Wrong` if PyTorch did the arithmetic: then some kernel was fallen back from.
+    """Raise Wrong if PyTorch did the arithmetic, so that the kernel did not run.
 
-    A launch calls nothing of PyTorch but what makes memory and tells of addresses.
+    A launch calls PyTorch only to allocate memory and to read addresses.
     """
     with _Calls() as calls:
         call()
@@ -101,26 +100,6 @@ def _double(value: Any) -> Any:
     return value.double() if floating else value
 
 
-def _part(op: Op | Composite, arguments: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
-    """What of the arguments and of the result is held: all, or of an attention whose scores would
-    not fit in float64, the heads of the first group."""
-    if op.name != "attention":
-        return dict
-    query, key = arguments["query"], arguments["key"]
-    scores = (*query.shape[:3], key.shape[2])
-    if torch.Size(scores).numel() <= SCORES:
-        return dict
-    heads = query.shape[1] // key.shape[1]
-
-    def part(values: Mapping[str, Any]) -> dict[str, Any]:
-        cut = dict(values)
-        for name, value in values.items():
-            if name in ("query", "out"):
-                cut[name] = value[:1, :heads]
-            elif name in ("key", "value"):
-                cut[name] = value[:1, :1]
-            elif name == "mask" and value is not None:
-                cut[name] = torch.broadcast_to(value, scores)[:1, :heads]
-        return cut
-
-    return part
+def _part(op: Op | Composite, arguments: Mapping[str, Any]) -> Part:
+    """The part of arguments and result to compare: all, or what a Composite declares."""
+    return op.part(arguments) if isinstance(op, Composite) else dict

@@ -1,7 +1,7 @@
-"""Holds every exact mode to the eager chain it names: mismatching elements, width by row count.
+"""Compares every exact mode with its eager chain: mismatching elements by width and row count.
 
-Whole tensors are compared, over seeds, scales and means: a wrong order of summation shows as a few
-differing rows in thousands.
+Whole tensors are compared over seeds, scales and means: a wrong order of summation shows only in a
+few of thousands of rows.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rich.table import Table
 
 from ..backends import Target, Unsupported
 from ..backends.cuda import compile_cubin
+from ..measure import results
 from ..ops.case import Inputs
 from ..ops.op import Call, Op, registry
-from . import results
 
 WIDTHS = (64, 128, 1152, 1536, 2048, 2304, 3072, 4096, 5120)
-# at::mean picks its block by the number of rows up to 16
+# up to 16 rows, at::mean chooses its block by the number of rows
 ROWS = (1, 2, 4, 8, 13, 16, 100, 4608, 200_000)
-# the order does not depend on the dtype, so the others see fewer sizes
+# the order does not depend on the dtype: fewer sizes for all but bfloat16
 OTHER_ROWS = (1, 16, 4608)
 # (seed, scale, mean) of the inputs
 DRAWS = ((0, 1.0, 0.0), (1, 3.0, 0.5), (2, 0.02, 0.0))
@@ -35,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def planned(op: Op, chain: str, rows: int, width: int, dtype: torch.dtype, target: Target) -> Any:
-    """The launch for this size, planned without memory."""
+    """The launch for this size, planned on meta tensors."""
     given = op.sized(Inputs(dtype, "meta"), rows, width, chain)
     outs = op.allocate(*(given[n] for n in op.arguments))
     values = {**given, **dict(zip(op.outputs, outs, strict=True))}
@@ -43,7 +43,7 @@ def planned(op: Op, chain: str, rows: int, width: int, dtype: torch.dtype, targe
 
 
 def mismatches(op: Op, chain: str, rows: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Elements that differ from eager, over all draws; or why there is no kernel."""
+    """A row with the number of elements that differ from eager over all draws."""
     row = {
         "op": op.name,
         "chain": chain,
@@ -60,7 +60,7 @@ def mismatches(op: Op, chain: str, rows: int, width: int, dtype: torch.dtype) ->
         got = op(*args, exact=chain, backend="cuda")
         wants, gots = (v if isinstance(v, tuple) else (v,) for v in (want, got))
         for w, g in zip(wants, gots, strict=True):
-            # NaN equals NaN here: the same bits are the same bits
+            # NaN counts as equal to NaN
             differing += int(((w != g) & ~(w.isnan() & g.isnan())).sum())
             elements += w.numel()
         del given, args, want, got, wants, gots
@@ -75,7 +75,7 @@ def run(
     for op in registry().values():
         if not isinstance(op, Op) or (names and op.name not in names):
             continue
-        if "cuda" not in op.backends:  # then exact is the eager chain itself
+        if "cuda" not in op.backends:  # its exact mode is the eager chain itself
             continue
         for chain, dtype, n, width in itertools.product(op.exact, dtypes, rows or ROWS, WIDTHS):
             if rows is None and dtype != torch.bfloat16 and n not in OTHER_ROWS:

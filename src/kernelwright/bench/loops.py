@@ -1,7 +1,7 @@
-"""Times denoising loops, with and without a cache that skips most of a step when little changes.
+"""Times denoising loops with and without diffusers' First Block Cache.
 
-The cache is diffusers' First Block Cache. "exact" must give the bits of the same loop without
-injection: with the cache, those of the cache alone.
+The cache skips the other blocks of a step when the first block's output hardly changed. "exact"
+must give the bits of the same loop without injection, with or without the cache.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import models, place
-from . import results
-from .configs import configured
-from .environment import environment_of
-from .models import Wrong, _fresh, _memory, _sizes, _wait, milliseconds
+from ..measure import results
+from ..measure.configs import configured
+from ..measure.results import environment_of
+from ..measure.timing import milliseconds, wait
+from .models import Wrong, _fresh, _memory, _sizes
 
 CONFIGS = ("eager", "cache", "exact", "exact+graphs", "exact+cache", "exact+graphs+cache")
 PRESETS = ("ltx-video", "flux-dev")
@@ -27,11 +28,11 @@ CONTEXT = "cond"
 
 
 class Loop:
-    """One prompt denoised in so many steps of Euler's method, always from the same noise."""
+    """Denoises one prompt with Euler's method, always from the same noise."""
 
     def __init__(self, model: Any, inputs: dict[str, Any], steps: int) -> None:
         self.model, self.inputs, self.steps = model, inputs, steps
-        self.skipped = 0  # of the last run: steps that ended after the first block
+        self.skipped = 0  # steps of the last run that ended after the first block
 
     def __call__(self) -> Tensor:
         cached = self.model.is_cache_enabled
@@ -52,7 +53,7 @@ class Loop:
 
 
 def first_block(model: nn.Module) -> Any:
-    """What the cache keeps of the current loop, the decision of the last step included."""
+    """The cache's state of the current loop, with the decision of the last step."""
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)
         hook = registry and registry.get_hook("fbc_leader_block_hook")
@@ -110,7 +111,7 @@ def _measure(
         _, report = configured(loop.model, config, stack)
         _cache(loop.model, threshold if cached else None, stack)
         first = loop()
-        _wait()
+        wait()
         row: dict[str, Any] = {"first_s": time.perf_counter() - begin, "error": None}
         row["equal"] = torch.equal(first, plain[cached]) and torch.equal(loop(), plain[cached])
         if cached:
@@ -128,7 +129,7 @@ def _measure(
 
 
 def _cache(model: Any, threshold: float | None, stack: ExitStack) -> None:
-    """First Block Cache until the stack closes."""
+    """Enable First Block Cache until the stack closes."""
     if threshold is not None:
         from diffusers import FirstBlockCacheConfig
 
@@ -148,7 +149,7 @@ def run(
     seconds: float = 2.0,
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure presets one after the other, and write down what is done."""
+    """Measure presets in turn; writes the rows so far to `out` after each."""
     if unknown := [c for c in configs if c not in CONFIGS]:
         raise ValueError(f"no configuration {unknown[0]!r}, expected any of {', '.join(CONFIGS)}")
     if unknown := [p for p in presets if p not in PRESETS]:

@@ -1,16 +1,15 @@
-"""Times one forward of whole models: eager, torch.compile, injected, and what can be combined.
+"""Times one forward of whole models: eager, torch.compile, injected, and combinations.
 
-A time is taken only after the result was held against eager: "exact" must give its bits, "fused"
-an error against a float32 run of the same weights that is not above eager's.
+A time is taken only after the result was compared with eager: "exact" must give its bits; the error
+of "fused" against a float32 run of the same weights must not be above eager's.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,21 @@ from .. import models, place
 from ..errors import CannotRun
 from ..inject.runtime.sites import equal
 from ..inject.verify import accuracy
+from ..measure import results
+from ..measure.configs import CONFIGS, configured, tier_of
+from ..measure.results import environment_of
+from ..measure.timing import milliseconds, wait
 from ..profiling.categories import split
 from ..profiling.record import record
-from . import first, results
-from .configs import CONFIGS, configured, tier_of
-from .environment import environment_of
+from . import first_result
 
 
 class Wrong(AssertionError):
-    """A model gave what it must not give: its time would mean nothing."""
+    """The result is not what the configuration promises, so it is not timed."""
 
 
 class Unavailable(Exception):
-    """A configuration that cannot be had here, and why."""
+    """A configuration that cannot run here; the message says why."""
 
 
 def measure(
@@ -54,8 +55,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One row a configuration: milliseconds a forward, memory, seconds to the first result.
 
-    `first_of` are configurations whose seconds are read in processes of their own too, with cold
-    and with warm caches. What fails has a row too, and those after it are measured all the same.
+    For the configurations `first_of`, the first result is also timed in new processes, with cold
+    and with warm caches. A configuration that fails gets a row too, and the next ones still run.
     """
     build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     model = models.build(preset, **build)
@@ -75,7 +76,7 @@ def measure(
             try:
                 row |= _measure(model, inputs, config, expected, truth, eager_error, seconds)
                 if config in first_of:
-                    row |= first.cold_and_warm(preset, config, sizes=sizes, **build)
+                    row |= first_result.cold_and_warm(preset, config, sizes=sizes, **build)
             except Wrong as wrong:
                 row["failed"] = str(wrong)
             except Unavailable as no:
@@ -105,11 +106,11 @@ def _measure(
         except (ValueError, CannotRun) as no:
             raise Unavailable(str(no)) from None
         result = run(**inputs)
-        _wait()
+        wait()
         first = time.perf_counter() - begin
         begin = time.perf_counter()
         result = run(**inputs)  # graphs are captured here
-        _wait()
+        wait()
         second = time.perf_counter() - begin
         result = run(**inputs)
         row: dict[str, Any] = {
@@ -140,7 +141,7 @@ def _device(inputs: dict[str, Any]) -> torch.device:
 
 
 def _check(config: str, tier: str | None, row: dict[str, Any], rows: int) -> None:
-    """Wrong answers have no time. What torch.compile touches rounds as it likes."""
+    """Raise Wrong if the result breaks its promise; torch.compile makes no promise about bits."""
     if tier == "exact" and "compile" not in config and not row["equal"]:
         raise Wrong(f"{config}: not the bits of eager")
     if tier == "fused" and not accuracy.holds(rows, row["error"], row["eager_error"]):
@@ -156,24 +157,6 @@ def _truth(model: nn.Module, inputs: dict[str, Any]) -> Any:
     return truth
 
 
-def milliseconds(call: Callable[[], Any], seconds: float) -> float:
-    """Median wall time of a call, waited for; enough calls to fill `seconds`, five at least."""
-    readings: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(readings) < 5 or time.perf_counter() < end:
-        _wait()
-        begin = time.perf_counter()
-        call()
-        _wait()
-        readings.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(readings)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _fresh() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -182,8 +165,8 @@ def _fresh() -> None:
 
 
 def _memory(when: str = "") -> dict[str, float]:
-    """The most memory since `_fresh`: what tensors had, and what was held for them, where graphs
-    keep theirs. The first calls have first sight and captures in them, `steady_` has not."""
+    """Peak memory since `_fresh`: allocated to tensors, and reserved, which includes the pools of
+    graphs. The first calls include verification and capture, "steady_" does not."""
     if not torch.cuda.is_available():
         return {}
     return {
@@ -210,7 +193,7 @@ def run(
     first_of: Sequence[str] = (),
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure presets (all if none is named) one after the other, and write down what is done."""
+    """Measure presets, by default all, in turn; writes the rows so far to `out` after each."""
     for config in configs:
         if config not in CONFIGS:
             raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
@@ -218,7 +201,7 @@ def run(
         raise ValueError(f"--first {', '.join(sorted(unknown))}: not among --config")
     names = list(presets) or list(models.presets())
     given: dict[str, Any] = {"tiny": tiny, **sizes}
-    for name in names:  # before hours of work, not in between
+    for name in names:  # fail before hours of work
         models.inputs(name, **given)
     if out is not None:
         results.check_writable(out)

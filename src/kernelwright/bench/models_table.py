@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 LEFT = ("model", "config")
-# a column is there if any row has it
+# columns that are shown if any row has a value
 OPTIONAL = {"cold s": "cold_s", "warm s": "warm_s", "GiB": "peak_gib", "skipped": "skipped"}
 SPLIT = ("GEMM", "attention", "fused", "other")
 
 
 def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
-    """One line a configuration, the time in kernels in milliseconds of each kind."""
+    """One line a configuration, with the milliseconds of each kind of kernel."""
     optional = {head: name for head, name in OPTIONAL.items() if any(name in r for r in rows)}
     kinds = SPLIT if any("split" in r for r in rows) else ()
     shown = Table(title=title)
@@ -43,7 +43,7 @@ def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
-    """Why some have no time."""
+    """Why some configurations have no time."""
     return [
         Text(f"{row['model']} {row['config']}: {row['failed']}", style=_style(row))
         for row in rows

@@ -1,4 +1,4 @@
-"""One op at one case: what is right is timed, what is not is written down."""
+"""Measures one op at one case: times what is right, records why the rest is not timed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 import torch
 
 from .. import backends
-from ..ops.case import Case, Inputs
-from ..ops.op import Composite, Op
-from .correctness import Truth, Wrong, as_tuple, ran_a_kernel, same_bits
-from .peers import PEERS, Peer, Way, eager, given
-from .timing import (
+from ..measure.timing import (
     CPU_READINGS,
     Replay,
     Timed,
@@ -23,10 +19,14 @@ from .timing import (
     rotation,
     wall_reading,
 )
+from ..ops.case import Case, Inputs
+from ..ops.op import Composite, Op
+from .correctness import Truth, Wrong, as_tuple, ran_a_kernel, same_bits
+from .peers import PEERS, Peer, Way, eager, given
 
 EXACT = "exact:"
 COPY = "copy"
-# the way of an op that is made of others: what it takes by itself
+# a Composite without a named backend: it chooses by itself
 AUTO = "auto"
 
 
@@ -38,10 +38,10 @@ def measure(
     peers: Sequence[Peer] = (),
     seconds: float = 0.1,
 ) -> dict[str, Any]:
-    """One row: microseconds, bandwidth and error of each way to compute the case.
+    """One row: microseconds, bandwidth and error of each implementation of the case.
 
-    `failed` names the ways of ours that were wrong or fell back; `not_covered` those that have no
-    kernel for it, and peers that refused it or were wrong. Neither have a time.
+    `failed` names ours that were wrong or fell back to PyTorch; `not_covered` those that have no
+    kernel for the case, and peers that refused it or were wrong. Neither is timed.
     """
     arguments = case.arguments(Inputs(dtype, str(device), 0))
     outputs = as_tuple(_run(given(op, eager(op)), arguments))
@@ -80,7 +80,7 @@ def _ours(
 
     here = [b for b in op.backends if b == "torch" or not _problem(b, device, dtype)]
     if device.type == "cuda" and isinstance(op, Op):
-        here.remove("torch")  # that is eager's business
+        here.remove("torch")  # which is the peer "torch"
     ways = {b: bound(backend=b) for b in here}
     if chosen not in (AUTO, "torch"):
         ways.setdefault(chosen, bound(backend=chosen))
@@ -104,7 +104,7 @@ def _of_peers(
     for peer in peers:
         try:
             way = peer.way(op, arguments)
-        except Exception as no:  # what others raise is theirs to choose
+        except Exception as no:  # a peer may raise anything
             row["not_covered"][peer.column] = _first_line(no)
             continue
         if way is not None:
@@ -125,7 +125,7 @@ def _run(way: Way, arguments: Mapping[str, Any]) -> Any:
 def _held(
     op: Op | Composite, arguments: Mapping[str, Any], ways: dict[str, Way], row: dict[str, Any]
 ) -> dict[str, Way]:
-    """The ways that may be timed; the others are written down in the row."""
+    """The implementations that may be timed; the row records why the others may not."""
     try:
         truth = Truth(op, arguments, _run(given(op, eager(op)), arguments))
     except Wrong as wrong:
@@ -153,7 +153,7 @@ def _held(
 
 
 def _launches(op: Op | Composite, name: str, row: dict[str, Any]) -> bool:
-    """Whether this way is to run a kernel of ours; attention and linear_gelu may take others."""
+    """Whether this must run a kernel of ours; a Composite without CUDA kernels may use others."""
     if isinstance(op, Composite) and not {"triton", "cuda"} <= set(op.backends):
         return False
     ours = name in ("triton", "cuda") or name.startswith(EXACT)
@@ -161,8 +161,8 @@ def _launches(op: Op | Composite, name: str, row: dict[str, Any]) -> bool:
 
 
 def _write_down(row: dict[str, Any], name: str, no: Exception) -> None:
-    """A peer may refuse or be wrong, and one of our kernels may say that it does not do this. That
-    it is wrong, breaks, or is the one that was chosen is a failure."""
+    """Record why there is no time: a failure, unless it is a peer, or a kernel that declines the
+    case without being the one chosen for it."""
     of_peer = name in (peer.column for peer in PEERS.values())
     refused = isinstance(no, ValueError) and name != row["chosen"]
     why = str(no) if isinstance(no, Wrong) else _first_line(no)
@@ -175,7 +175,7 @@ def _unforced(
     """A call that names no backend must run the kernel that `chosen` says it does."""
     if isinstance(op, Composite) or row["device"] != "cuda":
         return
-    op.call(arguments)  # planning a launch may compute; following the plan does not
+    op.call(arguments)  # the first call plans the launch, which may compute
     try:
         ran_a_kernel(lambda: op.call(arguments))
     except Wrong as wrong:
@@ -204,7 +204,7 @@ def _time(row: dict[str, Any], timed: dict[str, Timed], copy: Timed, seconds: fl
 
 
 def _derived(row: dict[str, Any], peers: Sequence[Peer]) -> dict[str, Any]:
-    """GB/s and the part of the copy's bandwidth of each way; how much faster the chosen one is."""
+    """GB/s and share of the copy's bandwidth of each; speed-up of the chosen one over peers."""
     times = row["gpu_us"] or row.get("wall_us", {})
     chosen = times.get(row["chosen"])
     columns = [peer.column for peer in peers if peer.column in times]

@@ -1,7 +1,6 @@
 """Times ops at the shapes of real models: our backends, exact modes, and their peers.
 
-A figure is taken only after the answer it belongs to was held against float64, and only of the
-kernel that it names.
+A time is taken only after the result was compared with float64, and only of the kernel named.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from rich.progress import track
 
 from .. import place
 from ..errors import BadSetting
-from . import results
-from .chosen import choose_cases
-from .environment import environment_of
+from ..measure import results
+from ..measure.results import environment_of
+from .case_selection import choose_cases
 from .op_row import measure
 from .peers import ON_CPU, PEERS, Peer
 
@@ -51,7 +50,7 @@ def run(
     seconds: float = 0.1,
     out: Path | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for each op, case and dtype, and a line for each peer that is not here.
+    """A row for each op, case and dtype, and a line for each peer that is missing.
 
     All cases of models if neither `presets` nor `shapes` are given; on the CPU one small case of
     each op.
@@ -73,7 +72,7 @@ def run(
             rows.append(measure(op, case, kind, at, with_peers, seconds))
             gc.collect()
             if at.type == "cuda":
-                torch.cuda.empty_cache()  # what the graphs of this case held
+                torch.cuda.empty_cache()  # frees the memory of this case's graphs
             if out is not None:
                 _write(out, rows, with_peers, at)
     return rows, missing
@@ -85,7 +84,7 @@ def _write(out: Path, rows: list[dict[str, Any]], peers: list[Peer], at: torch.d
 
 
 def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each way of ours that was wrong or fell back."""
+    """A line for each implementation of ours that was wrong or fell back to PyTorch."""
     return [
         f"{row['op']} {row['case']} {row['dtype']}, {way}: {why}"
         for row in rows

@@ -16,7 +16,7 @@ NONE = "–"
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
-    """A line for each case below the name of its op, a column for each of the peers."""
+    """A line for each case, grouped by op, and a column for each peer."""
     on_gpu = rows[0]["device"] == "cuda"
     if on_gpu:
         title = "GPU µs: one graph replay over rotated buffers. × is how much faster than a peer."
@@ -41,12 +41,12 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
 
 
 def page(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> RenderableType:
-    """The table and what is to be said below it."""
+    """The table, and the notes below it."""
     return Group(table(rows, columns), *notes(rows))
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
-    """What had no time, and why."""
+    """What was not timed, and why."""
     lines = [Text(line, style="red") for line in failures(rows)]
     return lines + [
         Text(f"no time: {row['op']} {row['case']}, {way}: {why}", style="dim")

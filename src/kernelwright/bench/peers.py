@@ -1,4 +1,4 @@
-"""What the ops are measured against: PyTorch, torch.compile of it, Liger and QuACK."""
+"""What the ops are compared with: PyTorch, torch.compile, Liger and QuACK."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute an op: `call(prepare(arguments))`, the first part of it outside the time.
-    A call may overwrite what `prepare` made."""
+    """One implementation of an op: `call(prepare(arguments))`, where only `call` is timed. A call
+    may overwrite what `prepare` made."""
 
     call: Callable[[Any], Any]
     prepare: Callable[[Arguments], Any]
@@ -28,8 +28,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Peer:
-    """`name` is what --peers takes, `column` what rows and tables call it. `way` is None where the
-    peer has no such op, or not for these arguments."""
+    """`name` is its name for --peers, `column` its name in rows and tables. `way` gives None where
+    the peer does not have the op, or does not take these arguments."""
 
     name: str
     column: str
@@ -56,12 +56,12 @@ class Peer:
 
 
 def eager(op: Op | Composite) -> Callable[..., Any]:
-    """The best eager spelling: with PyTorch's own functions where the op has such a chain."""
+    """The fastest eager form: the chain of PyTorch's own functions where the op has one."""
     return op.exact.get("torch") or next(iter(op.exact.values()), op.reference)
 
 
 def given(op: Op | Composite, function: Callable[..., Any]) -> Way:
-    """`function` of the op's own arguments."""
+    """`function`, called with the op's own arguments."""
     if isinstance(op, Op):
         names = op.arguments
         return Way(lambda a: function(*a), lambda a: tuple(a[n] for n in names))
@@ -88,14 +88,14 @@ def _liger(op: Op | Composite, a: Arguments) -> Way | None:
 
 
 def _gated(a: Arguments) -> tuple[Any, ...] | None:
-    """Liger takes two tensors: they are cut apart before the time runs."""
+    """Liger takes two tensors: the halves are split before timing."""
     if a.get("approximate") is False:
         return None
     return tuple(half.contiguous() for half in halves(a["input"], a["gate"]))
 
 
 def _turned_by_liger(a: Arguments) -> tuple[Any, ...] | None:
-    """Heads before tokens, tokens before heads in memory: rotated in place, on copies."""
+    """[B, H, S, D] with the memory layout [B, S, H, D]; Liger rotates in place, so copies."""
     if a["layout"] != "half" or a["cos"].ndim != 4 or a["cos"].shape[1] != 1:
         return None
     if a["cos"].shape[-1] != a["query"].shape[-1]:
@@ -106,7 +106,7 @@ def _turned_by_liger(a: Arguments) -> tuple[Any, ...] | None:
 
 _QK = ("query", "key")
 _MODULATED = ("input", "weight", "scale", "shift", "eps")
-# an op: Liger's function, and the arguments for it, or None where it has no such case
+# for each op Liger's function, and its arguments, None for a case that it does not have
 LIGER: dict[str, tuple[str, Callable[[Arguments], tuple[Any, ...] | None]]] = {
     "rmsnorm": ("LigerRMSNormFunction", lambda a: (a["input"], a["weight"], a["eps"])),
     "rmsnorm_residual": (

@@ -1,4 +1,4 @@
-"""Whether an op is right: what each promises, held by tests and by `kernelwright check`."""
+"""Checks of what every op promises, for tests and for `kernelwright check`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["op_tests"]
 def op_tests(op: Op | Composite) -> Callable[..., None]:
     """A test function for pytest, with a parameter for each promise of the op.
 
-    Kernels run on the GPU. Without one Triton's are interpreted, and CUDA's do not run; what
-    compiles is `kernelwright check`.
+    Kernels run on the GPU. Without one, Triton's are interpreted and CUDA's do not run;
+    `kernelwright check` compiles both.
     """
     import pytest
     import torch

@@ -1,4 +1,4 @@
-"""Everything that belongs to one op: its promises, its cubins, its benchmark, and a verdict."""
+"""Every check of one op: its promises, its cubins, its benchmark, and a verdict."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..errors import BadSetting, CannotRun
 from ..ops.op import Composite, Op, registry
 from .conditions import interpret_without_gpu
 from .cubins import Cubin, cubins
-from .planned import TARGETS
+from .planned_kernels import TARGETS
 from .promises import kernels_here, promises
 
 PARTS = ("tests", "cubins", "gpu", "benchmark")
-# what the benchmark holds a kernel against
+# what the benchmark compares a kernel with
 PEERS = ("torch", "compile")
 NO_GPU = "no GPU here"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one part of a check found. `skipped` says why it did not run; `rows` are its figures."""
+    """The result of one part; `skipped` says why it did not run, `rows` are its figures."""
 
     name: str
     summary: str = ""
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Report:
-    """An op and what its parts found."""
+    """The results of all parts for one op."""
 
     op: str
     formula: str
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: good, how far that was seen, or what is wrong."""
+        """One line: good, good as far as it was checked, or what is wrong."""
         wrong = [f"{len(p.failures)} in {p.name}" for p in self.parts if p.failures]
         if wrong:
             return f"not good: {', '.join(wrong)}"
@@ -64,8 +64,8 @@ class Report:
 
 
 def check(name: str, only: Sequence[str] = (), targets: Sequence[str] = ()) -> Report:
-    """Check one op here, all parts or `only` some, its cubins for all `targets` or some; raises
-    BadSetting for a name that is none."""
+    """Check one op: all parts or `only` some, cubins for all `targets` or some. Raises BadSetting
+    for an unknown name."""
     for option, given, known in (("--only", only, PARTS), ("--target", targets, tuple(TARGETS))):
         for value in given:
             if value not in known:

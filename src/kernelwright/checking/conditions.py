@@ -1,4 +1,4 @@
-"""What kernels are checked under: no GPU needed, and memory that shows if it was not written."""
+"""The conditions of a check: Triton interpreted where there is no GPU, new memory full of NaN."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import torch
 
 
 def interpret_without_gpu() -> None:
-    """Have Triton interpret kernels where there is no GPU. Triton reads this when it is imported,
-    so before that."""
+    """Have Triton interpret kernels where there is no GPU. Call it before Triton is imported."""
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory that torch.empty and its kin hand out is full of NaN: an output element that a kernel
-    leaves unwritten cannot pass for a right one."""
+    """Fill the memory of torch.empty with NaN: an output element that a kernel does not write
+    cannot be right by chance."""
     before = torch.are_deterministic_algorithms_enabled()
-    # PyTorch fills new memory in this mode only; warn_only keeps it from refusing anything
+    # PyTorch fills new memory in this mode only; warn_only: it must not refuse ops
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -32,8 +31,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextmanager
 def rounding_interpreter() -> Iterator[None]:
-    """Triton's interpreter cuts float32 down to bfloat16 where a GPU rounds to nearest: round, so
-    that kernels are held to the bar by what they do on a GPU."""
+    """Have Triton's interpreter round float32 to bfloat16 as a GPU does; it truncates."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return

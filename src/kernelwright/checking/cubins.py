@@ -1,4 +1,4 @@
-"""The kernels of an op, compiled for every GPU we name: the registers and spills of each."""
+"""Compiles the kernels of an op for every target: registers and spills of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 from ..backends import cuda
 from ..errors import CannotRun
 from ..ops.op import Op, registry
-from .planned import TARGETS, Kernel, Usage, kernels, usage
+from .planned_kernels import TARGETS, Kernel, Usage, kernels, usage
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """What the assembler says of one kernel on one architecture."""
+    """What ptxas reports of one kernel on one architecture."""
 
     backend: str
     arch: str
@@ -33,7 +33,7 @@ class Cubin:
 
 def cubins(op: Op, backend: str, targets: Sequence[str] = tuple(TARGETS)) -> list[Cubin]:
     """Compile the op's largest case in each dtype for the targets; raises CannotRun with the
-    compiler's words if one does not compile."""
+    compiler's message if one fails."""
     if backend == "cuda":
         return [c for arch in targets for c in _by_nvrtc(wanted(op, backend, arch), arch)]
     return _by_triton(op, targets)
@@ -57,7 +57,7 @@ def _by_nvrtc(found: Sequence[Kernel], arch: str) -> list[Cubin]:
         raise CannotRun("; ".join([said[0], *(x for x in said[1:] if "error" in x)][:3])) from None
     seen = usage(report)
     if len(seen) != len(found):
-        raise CannotRun(f"{len(found)} kernels were compiled, the assembler tells of {len(seen)}")
+        raise CannotRun(f"{len(found)} kernels were compiled, ptxas reports {len(seen)}")
     return [
         Cubin("cuda", arch, found[int(used.entry.removeprefix("entry"))].name, used)
         for used in seen
@@ -65,8 +65,8 @@ def _by_nvrtc(found: Sequence[Kernel], arch: str) -> list[Cubin]:
 
 
 def together(found: Sequence[Kernel]) -> str:
-    """One translation unit of several kernels, entry0, entry1, ...: parsing CUDA's headers takes
-    NVRTC as long as two kernels do."""
+    """One translation unit of several kernels, entry0, entry1, ...: NVRTC takes as long to parse
+    CUDA's headers as to compile two kernels."""
     includes = {k.launch.code.partition("\n")[0]: None for k in found}
     bodies = [
         k.launch.code.partition("\n")[2].replace(f"{k.launch.entry}(", f"entry{i}(")
@@ -76,12 +76,12 @@ def together(found: Sequence[Kernel]) -> str:
 
 
 def _by_triton(op: Op, targets: Sequence[str]) -> list[Cubin]:
-    """In an interpreter of its own: where Triton interprets kernels it cannot compile them."""
+    """In a new process: a process in which Triton interprets kernels cannot compile them."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
         environment |= {
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            # the assembler's report comes only for what is not in Triton's cache yet
+            # ptxas runs, and reports, only for kernels that are not in Triton's cache
             "TRITON_CACHE_DIR": folder,
             "TRITON_DUMP_PTXAS_LOG": "1",
         }
@@ -101,7 +101,7 @@ def _by_triton(op: Op, targets: Sequence[str]) -> list[Cubin]:
 
 
 def main(module: str, name: str, *targets: str) -> None:
-    """Print what Triton's kernels of an op use, as JSON; `module` declares it."""
+    """Print the resources of an op's Triton kernels as JSON; `module` declares the op."""
     importlib.import_module(module)
     op = registry()[name]
     assert isinstance(op, Op)

@@ -1,11 +1,11 @@
-"""The bar of the library: a kernel's error against float64 is not above eager PyTorch's own.
+"""The accuracy bar: a kernel's error against float64 is not above eager PyTorch's own.
 
     |got - truth| <= error of eager + one ulp of the output dtype at |truth|
 
 `truth` is the reference in float64, `eager` the chain of PyTorch calls that the op replaces, in the
-dtype under test. The error of eager is its largest one in the tensor, in absolute terms or in ulps:
-what eager loses on one element it could have lost on another of that size. The ulp is the rounding
-of the output: a kernel that rounds once may land on the other neighbour of the truth.
+dtype under test. The error of eager is its largest in the tensor, absolute or in ulps: an error on
+one element could as well have been on another of that size. The ulp is the rounding of the output:
+a kernel that rounds once may give the other neighbour of the truth.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..ops.case import Case, Inputs
 from ..ops.op import registry
 
 Tensors = Tensor | tuple[Tensor, ...]
-# The largest error of eager is a property of its chain. In 16 bits the rounding of the output rules
-# it and one draw of a case shows it; in float32 a few hundred elements of one draw show it only
-# within a factor of two or three, so other draws are asked as well.
+# The largest error of eager is a property of its chain. In 16 bits the rounding of the output
+# dominates, and one draw of a case shows it; in float32 a few hundred elements of one draw show it
+# only within a factor of two or three, so more draws are taken.
 DRAWS = {torch.float32: 8}
 
 
 @dataclass(frozen=True)
 class Error:
     """The largest error of a tensor: `absolute`, and in `ulps` of elements of at least average
-    size, for below it lies what cancellation has left of larger terms."""
+    size, since smaller ones may be what cancellation left of larger terms."""
 
     absolute: float = 0.0
     ulps: float = 0.0
@@ -58,7 +58,7 @@ def hold_case(
     call: Callable[[dict[str, Any]], Tensors],
     device: str = "cpu",
 ) -> Tensors:
-    """Hold what `call` makes of the case's arguments to the bar, and return it."""
+    """Check the result of `call` for the case's arguments against the bar, and return it."""
     arguments = case.arguments(Inputs(dtype, device))
     got = call(arguments)
     bars = eager_errors(op.name, case, dtype, device)
@@ -69,8 +69,8 @@ def hold_case(
 def as_good_as_eager(
     got: Tensors, truth: Tensors, eager: Tensors, known: tuple[Error, ...] | None = None
 ) -> None:
-    """Raise an AssertionError that names the worst element if `got` is under the bar. `known` is
-    the error of eager for each output where more draws than this one have shown it."""
+    """Raise an AssertionError that names the worst element if `got` fails the bar. `known` is the
+    error of eager for each output, where it was measured over more draws than this one."""
     outputs = zip(as_tuple(got), as_tuple(truth), as_tuple(eager), strict=True)
     for number, (g, t, e) in enumerate(outputs):
         assert g.shape == t.shape, f"output {number} has shape {g.shape}, expected {t.shape}"
@@ -83,7 +83,7 @@ def _hold(number: int, got: Tensor, truth: Tensor, eager: Tensor, known: Error) 
     assert torch.equal(got.isnan(), truth.isnan()), f"output {number}: NaN in other places"
     loss, last = Error.of(eager, truth) | known, ulp(truth, got.dtype)
     bar = (loss.ulps * last).clamp(min=loss.absolute) + last
-    # equal infinities are no error, though their difference is NaN
+    # equal infinities are right, though their difference is NaN
     same = (got.double() == truth) | truth.isnan()
     error = torch.where(same, 0.0, (got.double() - truth).abs())
     over = error - bar
@@ -116,7 +116,7 @@ def eager_errors(
 def errors_over_draws(
     draw: Callable[[int], tuple[Tensors, Tensors]], dtype: torch.dtype
 ) -> tuple[Error, ...]:
-    """The largest errors of what `draw(seed)` gives: (values, truth)."""
+    """The largest errors over draws; `draw(seed)` gives (values, truth)."""
     worst: tuple[Error, ...] = ()
     for seed in range(DRAWS.get(dtype, 1)):
         both = zip(*map(as_tuple, draw(seed)), strict=True)
@@ -126,7 +126,7 @@ def errors_over_draws(
 
 
 def _held(truth: Tensor, dtype: torch.dtype) -> Tensor:
-    """The truth, infinite where it is beyond what the dtype holds."""
+    """The truth, infinite where it overflows the dtype."""
     rounded = truth.to(dtype).double()
     return torch.where(rounded.isinf(), rounded, truth)
 
@@ -134,8 +134,8 @@ def _held(truth: Tensor, dtype: torch.dtype) -> Tensor:
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance between neighbours of `dtype` in the binade of |values|, in float64.
 
-    |v| in [2^(e-1), 2^e) has neighbours eps * 2^(e-1) apart; below the smallest normal number they
-    stay as far apart as there. At infinity there is none: 0.
+    |v| in [2^(e-1), 2^e) has neighbours eps * 2^(e-1) apart; subnormal numbers are as far apart as
+    the smallest normal ones. 0 at infinity.
     """
     info = torch.finfo(dtype)
     least = info.eps * info.smallest_normal
@@ -151,7 +151,7 @@ def in_float64(op: Any, arguments: Mapping[str, Any]) -> Tensors:
 
 
 def in_eager(op: Any, arguments: Mapping[str, Any]) -> Tensors:
-    """What PyTorch itself makes of it: the op's first eager chain, or the reference without one."""
+    """The result of eager PyTorch: the op's first eager chain, or the reference without one."""
     return run(op, next(iter(op.exact.values()), op.reference), arguments)
 
 

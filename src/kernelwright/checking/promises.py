@@ -1,5 +1,5 @@
-"""What every op promises, as checks of one op: for `kernelwright check`, and for the tests of a
-package that adds one."""
+"""What every op promises, as checks of one op: for `kernelwright check`, and for the tests of
+packages that add ops."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, ops
 from ..catalog import public
 from ..ops.case import Case, Inputs
 from ..ops.op import Composite, Op
 from .conditions import poisoned_memory, rounding_interpreter
-from .declared import DTYPES, full, small, tensors
 from .numerics import (
     as_good_as_eager,
     as_tuple,
@@ -30,27 +29,28 @@ from .numerics import (
     run,
     widened,
 )
-from .planned import kernels
+from .op_cases import DTYPES, full, small, tensors
+from .planned_kernels import kernels
 
 Checked = Op | Composite
 
 
 @dataclass(frozen=True)
 class Promise:
-    """`hold` raises where the op breaks it."""
+    """One promise of an op; `hold` raises if it is broken."""
 
     name: str
     hold: Callable[[], None]
 
     def broken(self) -> str | None:
-        """Why it does not hold, in one line, or None if it does."""
+        """Why it is broken, in one line, or None."""
         try:
             with ExitStack() as stack:
                 stack.enter_context(poisoned_memory())
                 stack.enter_context(rounding_interpreter())
                 stack.enter_context(warnings.catch_warnings())
-                # numpy's exp(89) is infinite; an exact order without a kernel is left to eager, and
-                # `exact_kernel` says so if all are
+                # numpy warns of exp(89), an op of an exact call that falls back to eager;
+                # `exact_kernel` fails if all calls do
                 warnings.simplefilter("ignore")
                 self.hold()
         except Exception as error:
@@ -73,7 +73,7 @@ def kernels_here(op: Checked, device: str) -> list[str]:
 
 
 def promises(op: Checked, device: str = "cpu") -> Iterator[Promise]:
-    """Each promise of the op on this device, to be held one by one."""
+    """The promises of the op on this device."""
 
     def promise(name: str, hold: Callable[..., None], *args: Any) -> Promise:
         return Promise(name, functools.partial(hold, op, *args))
@@ -114,8 +114,8 @@ def close(op: Checked, case: Case, dtype: torch.dtype, backend: str, device: str
 
 
 def same_function(op: Checked, chain: str, case: Case, device: str) -> None:
-    """The reference and an eager chain compute the same. In float32 a chain rounds a handful of
-    steps, on values as large as its arguments and its result."""
+    """The reference and an eager chain compute the same. The bound: in float32 a chain rounds a few
+    times, on values as large as its arguments and its result."""
     arguments = case.arguments(Inputs(torch.float32, device))
     largest = max(map(magnitude, tensors(arguments).values()))
     eager = as_tuple(run(op, op.exact[chain], arguments))
@@ -125,13 +125,13 @@ def same_function(op: Checked, chain: str, case: Case, device: str) -> None:
 
 
 def magnitude(t: Tensor) -> float:
-    """The largest finite |t|, one at least."""
+    """The largest finite |t|, at least 1."""
     values = t.double().abs()
     return max(1.0, values[values.isfinite()].max().item()) if t.numel() else 1.0
 
 
 def exact_bits(op: Checked, case: Case, dtype: torch.dtype, chain: str, device: str) -> None:
-    """An exact call gives the bits of the eager chain, or says that eager promotes."""
+    """An exact call gives the bits of the eager chain; not checked where eager promotes dtypes."""
     arguments = case.arguments(Inputs(dtype, device))
     eager = as_tuple(run(op, op.exact[chain], arguments))
     if any(e.dtype != dtype for e in eager):
@@ -142,8 +142,8 @@ def exact_bits(op: Checked, case: Case, dtype: torch.dtype, chain: str, device: 
 
 
 def _exactly(op: Checked, arguments: dict[str, Any], chain: str, device: str) -> Any:
-    """An exact call by its kernel. Where there is none it is eager itself, which shows nothing of a
-    kernel: that there is one at all is a promise of its own."""
+    """An exact call by the CUDA kernel where there is one, else by the eager chain itself; that
+    some case has a kernel is another promise, `exact_kernel`."""
     if isinstance(op, Op) and "cuda" in kernels_here(op, device):
         try:
             return op.call(arguments, exact=chain, backend="cuda")
@@ -154,7 +154,7 @@ def _exactly(op: Checked, arguments: dict[str, Any], chain: str, device: str) ->
 
 
 def exact_kernel(op: Op, chain: str) -> None:
-    """The planner has a kernel for some case of an exact call; all others are left to eager."""
+    """An exact call has a kernel for at least one case, and not only the eager chain."""
     arch = "sm_90"
     found = kernels("cuda", arch, everything=True, ops=[op])
     assert any(k.call.exact == chain for k in found), f"no case has a kernel on {arch}"
@@ -192,7 +192,7 @@ def rowwise(arguments: dict[str, Any], out: Tensor) -> list[str]:
 
 
 def out_written(op: Op, backend: str, device: str) -> None:
-    """Tensors passed as out= are filled and returned, where their rows lie apart too."""
+    """Tensors passed as out= are filled and returned, also with gaps between their rows."""
     if op.inplace:
         return
     arguments = full(op).arguments(Inputs(torch.float32, device))
@@ -229,7 +229,7 @@ def compiled(op: Op, device: str) -> None:
 
 
 def gradient(op: Checked, device: str) -> None:
-    """gradcheck: against differences of the function itself, in float64."""
+    """gradcheck: the gradient equals finite differences in float64."""
     arguments = full(op).arguments(Inputs(torch.float32, device))
     wide = {n: widened(t).clone() for n, t in tensors(arguments).items() if t.is_floating_point()}
     leaves = {n: t.requires_grad_() for n, t in wide.items()}
@@ -241,7 +241,7 @@ def gradient(op: Checked, device: str) -> None:
 
 
 def wrong_tensor(op: Checked, device: str) -> None:
-    """Integers, a number: an error that opens with the op and names the argument."""
+    """An integer tensor or a number raises an error that names the op and the argument."""
     arguments = full(op).arguments(Inputs(torch.float32, device))
     for name, t in tensors(arguments).items():
         for wrong in (t.to(torch.int32), 3, t.flatten()[0]):
@@ -249,7 +249,7 @@ def wrong_tensor(op: Checked, device: str) -> None:
                 op.call(arguments | {name: wrong})
             except (TypeError, ValueError) as error:
                 said = str(error)
-                assert said.startswith(f"{op.name}: "), f"the error does not open with it: {said}"
+                assert said.startswith(f"{op.name}: "), f"the error does not name the op: {said}"
                 assert name in said, f"the error does not name {name}: {said}"
             else:
                 raise AssertionError(f"{name} was accepted as {getattr(wrong, 'dtype', wrong)}")
@@ -257,10 +257,8 @@ def wrong_tensor(op: Checked, device: str) -> None:
 
 def example(op: Checked) -> None:
     """The docstring has an example, and it prints what it says."""
-    import kernelwright
-
     function = public(op)
-    given = {"torch": torch, **vars(kernelwright), op.name: function}
+    given = {"torch": torch, **vars(ops), op.name: function}
     (test,) = doctest.DocTestFinder(recurse=False).find(function, op.name, globs=given)
     assert test.examples, f"{op.name} has no example in its documentation"
     said: list[str] = []

@@ -1,1 +1,1 @@
-"""The commands of the command line that have a file of their own."""
+"""The commands of the command line, one file each or by group."""

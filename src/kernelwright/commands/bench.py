@@ -1,4 +1,4 @@
-"""`kernelwright bench`: how fast, after how right."""
+"""`kernelwright bench`: times of what was first checked to be correct."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import typer
 
 from .bench_loop import loop
 from .bench_ops import JsonOption, OutOption, ops
-from .wide import show
+from .one_line_errors import one_line_errors
+from .wide_tables import show
 
 __all__ = ["JsonOption", "OutOption", "app"]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure ops, models and videos; what is wrong is not timed."
+    no_args_is_help=True, help="Measure ops, models, loops and videos; a wrong result is not timed."
 )
 app.command()(ops)
 app.command()(loop)
@@ -29,7 +30,7 @@ def model(
     config: Annotated[
         str,
         typer.Option(
-            help="What to compare, with commas: eager, compile; exact, fused or fp8, each alone or "
+            help="What to compare, comma-separated: eager, compile; exact, fused or fp8, alone or "
             "with +graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 "
             "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs."
         ),
@@ -41,20 +42,20 @@ def model(
     tokens: Annotated[int | None, typer.Option(help="Tokens of a language model.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small models of the same kind.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. An idle GPU if there is one.")
+        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="bfloat16, float16 or float32. bfloat16 by default, float32 on a CPU."),
+        typer.Option(help="bfloat16, float16 or float32. By default bfloat16, on a CPU float32."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Time spent on each configuration.")] = 2.0,
     error: Annotated[
-        bool, typer.Option("--error/--no-error", help="Hold results against a float32 run.")
+        bool, typer.Option("--error/--no-error", help="Compare results with a float32 run.")
     ] = True,
     first: Annotated[
         str,
         typer.Option(
-            help="Also time the first result of these configurations, with commas, in new "
+            help="Also time the first result of these configurations, comma-separated, in new "
             "processes with cold and with warm caches, and the first at another size."
         ),
     ] = "",
@@ -63,18 +64,17 @@ def model(
 ) -> None:
     """Time one forward of whole models: eager, torch.compile, injected, and combinations.
 
-    A time is taken only after the result was held against eager: exact must give its bits, fused
+    A time is taken only after the result was compared with eager: exact must give its bits, fused
     an error against a float32 run that is not above eager's. Exits with 1 if one does not. A
-    configuration that cannot be had here gets a line that says why. On a GPU the time is split
+    configuration that is not available here gets a line that says why. On a GPU the time is split
     into GEMM, attention, fused kernels and the rest.
     """
     from ..bench import models as bench
     from ..bench.models_table import notes, table
-    from ..errors import BadSetting, CannotRun
 
     sizes = {"frames": frames, "height": height, "width": width, "batch": batch_size}
     sizes["tokens"] = tokens
-    try:
+    with one_line_errors("bench model", ValueError):
         rows = bench.run(
             presets or [],
             config.split(","),
@@ -87,13 +87,6 @@ def model(
             first_of=first.split(",") if first else (),
             out=out,
         )
-    except CannotRun as no:
-        typer.echo(f"kernelwright bench model: {no}", err=True)
-        raise typer.Exit(1) from None
-    except BadSetting as wrong:
-        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
-    except ValueError as wrong:
-        raise typer.BadParameter(str(wrong)) from None
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     else:

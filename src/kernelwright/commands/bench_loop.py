@@ -1,4 +1,4 @@
-"""`kernelwright bench loop`: denoising loops, with a cache and without."""
+"""`kernelwright bench loop`: denoising loops, with and without First Block Cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from .bench_ops import JsonOption, OutOption
-from .wide import show
+from .one_line_errors import one_line_errors
+from .wide_tables import show
 
 
 def loop(
@@ -18,36 +19,38 @@ def loop(
     config: Annotated[
         str,
         typer.Option(
-            help="What to compare, with commas: eager, exact or exact+graphs, each alone or with "
+            help="What to compare, comma-separated: eager, exact or exact+graphs, alone or with "
             "+cache (cache instead of eager+cache)."
         ),
     ] = "eager,cache,exact,exact+graphs,exact+cache,exact+graphs+cache",
-    steps: Annotated[int, typer.Option(min=2, help="Steps of the loop.")] = 30,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 30,
     threshold: Annotated[
-        float, typer.Option(min=0.0, help="The change of the first block that is still skipped.")
+        float,
+        typer.Option(
+            min=0.0, help="First Block Cache skips a step whose first block changes less."
+        ),
     ] = 0.1,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small models of the same kind.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. An idle GPU if there is one.")
+        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="bfloat16, float16 or float32. bfloat16 by default, float32 on a CPU."),
+        typer.Option(help="bfloat16, float16 or float32. By default bfloat16, on a CPU float32."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Time spent on each configuration.")] = 2.0,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time denoising loops with diffusers' First Block Cache, injected and not.
+    """Time denoising loops with and without diffusers' First Block Cache, injected and not.
 
-    A time is taken only after the latents were held against the same loop without injection:
+    A time is taken only after the latents were compared with the same loop without injection:
     exact must give its bits, with the cache those of the cache alone. Exits with 1 if it does not.
     """
     from ..bench import loops
     from ..bench.models_table import notes, table
-    from ..errors import BadSetting, CannotRun
 
-    try:
+    with one_line_errors("bench loop", ValueError):
         rows = loops.run(
             presets or [],
             config.split(","),
@@ -59,13 +62,6 @@ def loop(
             seconds=seconds,
             out=out,
         )
-    except CannotRun as no:
-        typer.echo(f"kernelwright bench loop: {no}", err=True)
-        raise typer.Exit(1) from None
-    except BadSetting as wrong:
-        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
-    except ValueError as wrong:
-        raise typer.BadParameter(str(wrong)) from None
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     else:

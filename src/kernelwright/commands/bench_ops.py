@@ -1,4 +1,4 @@
-"""`kernelwright bench ops`: one kernel at a time, beside its peers."""
+"""`kernelwright bench ops`: one kernel at a time, compared with its peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .wide import show
+from .one_line_errors import one_line_errors
+from .wide_tables import show
 
 OutOption = Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -25,43 +26,44 @@ def ops(
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="Rows and width, as 2x1024x2048; may be repeated."),
+        typer.Option(help="Rows and width, such as 2x1024x2048; may be repeated."),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="bfloat16, float16, float32, with commas. bfloat16 by default, float32 on a CPU."
+            help="bfloat16, float16, float32, comma-separated. (bfloat16; on a CPU float32)"
         ),
     ] = None,
     peers: Annotated[
         str | None,
         typer.Option(
-            help="torch, compile, liger, quack, with commas. All by default, torch on a CPU."
+            help="torch, compile, liger, quack, comma-separated. By default all, on a CPU torch."
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. An idle GPU if there is one.")
+        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Time for each way of a case.")] = 0.1,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time for each backend and peer of a case.")
+    ] = 0.1,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time ops at the shapes of models: our kernels beside PyTorch, torch.compile, Liger, QuACK.
+    """Time ops at the shapes of models: our kernels, PyTorch, torch.compile, Liger, QuACK.
 
-    A time is taken only after the answer was held against float64: the error may not be above
-    eager's by more than a rounding, exact modes must give the bits of their chain. GB/s is held
-    against a copy of as many bytes in the same run. Without a preset or a shape: every shape of
-    every model, or on a CPU one small shape of each op. Exits with 1 if a kernel is wrong, or if
-    PyTorch ran in its place.
+    A time is taken only after the result was compared with float64: the error may not be above
+    eager's by more than a rounding, exact modes must give the bits of their chain. GB/s is compared
+    with a copy of as many bytes in the same run. Without a preset or a shape: every shape of every
+    model, or on a CPU one small shape of each op. Exits with 1 if a kernel is wrong, or if PyTorch
+    ran instead.
 
     `kernelwright bench ops rmsnorm --preset seed` has the five shapes of the example's RMSNorm.
     """
     from ..bench import ops as bench
     from ..bench.ops_table import notes, table
     from ..bench.peers import PEERS
-    from ..errors import BadSetting, CannotRun
 
-    try:
+    with one_line_errors("bench ops"):
         rows, missing = bench.run(
             names or (),
             presets=preset or (),
@@ -72,11 +74,6 @@ def ops(
             seconds=seconds,
             out=out,
         )
-    except BadSetting as wrong:
-        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
-    except CannotRun as no:
-        typer.echo(f"kernelwright bench ops: {no}", err=True)
-        raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     else:

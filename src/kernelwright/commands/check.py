@@ -1,4 +1,4 @@
-"""`kernelwright check`: whether one op is good."""
+"""`kernelwright check`: tests, cubins and benchmark of one op."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ import typer
 from rich.console import Console
 
 from .bench import JsonOption
+from .one_line_errors import one_line_errors
 
 
 def check(
     name: Annotated[str, typer.Argument(help="The op (`kernelwright ops`).")],
     only: Annotated[
-        str | None, typer.Option(help="Some parts, with commas: tests, cubins, gpu, benchmark.")
+        str | None,
+        typer.Option(help="Only these parts, comma-separated: tests, cubins, gpu, benchmark."),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Cubins for these, with commas: sm_75, sm_80, sm_89, sm_90, ... All."),
+        typer.Option(
+            help="Cubins for these, comma-separated: sm_75, sm_80, sm_89, ... By default all."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run everything that belongs to one op: tests, cubins, GPU tests, benchmark, and a verdict.
+    """Run every check of one op: tests, cubins, GPU tests and benchmark, and print a verdict.
 
-    `tests` hold the op to what the library promises: as close to float64 as eager in every case and
-    dtype, exact modes to the bit, gradients, torch.compile, errors, the example. Without a GPU,
+    `tests` checks what the library promises: as close to float64 as eager in every case and dtype,
+    exact modes to the bit, gradients, torch.compile, error messages, the example. Without a GPU,
     Triton kernels are interpreted. `cubins` compiles the kernels for every GPU from sm_75 to
-    sm_120, and a register spilled is a failure. `gpu` runs the tests there, and `benchmark` times
-    the op beside PyTorch and torch.compile at the shapes of its cases. Exits with 1 if not good.
+    sm_120; a spilled register is a failure. `gpu` runs the tests on the GPU, and `benchmark` times
+    the op against PyTorch and torch.compile at the shapes of its cases. Exits with 1 if not good.
     """
     from ..checking import check as checking
-    from ..checking.page import page
-    from ..errors import BadSetting
+    from ..checking.check_table import page
 
-    try:
+    with one_line_errors("check"):
         report = checking.check(
             name, only.split(",") if only else (), target.split(",") if target else ()
         )
-    except BadSetting as wrong:
-        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
     else:

@@ -24,16 +24,16 @@ def build(
     out: OutOption,
     variant: Annotated[
         str,
-        typer.Option(help="With commas: torch-cuda, torch-rocm, torch-cpu, torch-universal."),
+        typer.Option(help="Comma-separated: torch-cuda, torch-rocm, torch-cpu, torch-universal."),
     ] = "torch-cuda,torch-rocm,torch-cpu,torch-universal",
     as_json: JsonOption = False,
 ) -> None:
     """Write the kernel package `ltx-kernels` to OUT/build, ready for `kernels` and the Hub.
 
-    It is made from the ops alone and compiles nothing: Triton kernels and their PyTorch reference,
-    with layers for `kernelize`. Load it with `kernels.get_local_kernel(Path(OUT))`, see what the
-    Hub asks for with `kernelwright hub check OUT`, and time it with `kernels benchmark OUT` if OUT
-    is `hub/ltx-kernels`, where the benchmark lies.
+    It is built from the ops alone, without compiling: Triton kernels and their PyTorch reference,
+    with layers for `kernelize`. Load it with `kernels.get_local_kernel(Path(OUT))`, check it
+    against the rules of the Hub with `kernelwright hub check OUT`, and time it with `kernels
+    benchmark OUT` if OUT is `hub/ltx-kernels`, which contains the benchmark.
     """
     from .. import hub
 
@@ -52,11 +52,11 @@ def build(
 def check(
     folder: Annotated[Path, typer.Argument(help="A folder that `hub build` wrote, or a variant.")],
     load: Annotated[
-        bool, typer.Option("--load/--no-load", help="Load the variant for this machine, too.")
+        bool, typer.Option("--load/--no-load", help="Also load the variant for this machine.")
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a kernel package for what the Hub demands, and say how to mend what it would refuse.
+    """Check a kernel package against the rules of the Hub, and say how to fix what it would refuse.
 
     Layout, metadata, namespaces, relative imports and layers are read from the files of every
     variant; then `get_local_kernel` loads the one for this machine. Exits with 1 if anything fails.
@@ -71,21 +71,22 @@ def check(
         for failure in failures:
             typer.echo(str(failure))
         if not failures:
-            typer.echo(f"{folder}: nothing to mend")
+            typer.echo(f"{folder}: nothing to fix")
     raise typer.Exit(1 if failures else 0)
 
 
 @app.command()
 def source(
     out: OutOption,
-    project: Annotated[Path, typer.Option(help="The project that is written by hand.")] = Path(
+    project: Annotated[Path, typer.Option(help="The hand-written part of the project.")] = Path(
         "hub/ltx-kernels"
     ),
     cases: Annotated[
-        str, typer.Option(help="Shapes to compile for: `models`, or `all` for those of tests, too.")
+        str,
+        typer.Option(help="Shapes to compile for: `models`, or `all` to include those of tests."),
     ] = "models",
 ) -> None:
-    """Write the CUDA source project whole, as kernel-builder and Nix take it.
+    """Write the complete CUDA source project for kernel-builder and Nix.
 
     To build it here with nvcc instead: `pip install --no-build-isolation ./hub/ltx-kernels`.
     """
@@ -106,10 +107,10 @@ def use(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Try kernels of the Hub beside ours: which ops each could serve here, and why not others.
+    """Try kernels from the Hub: which of our ops each could run here, and why not others.
 
-    Each is loaded and held to the bar of our own kernels on the op's cases. In a program,
-    `kernelwright.hub.use(repo_id, version=...)` does the same and lets it serve the ops.
+    Each is loaded and must be as accurate as our own kernels on the op's cases. In a program,
+    `kernelwright.hub.use(repo_id, version=...)` does the same and makes the ops use it.
     """
     from .. import hub
 
@@ -133,10 +134,10 @@ def use(
 @app.command()
 def bench(
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each way.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Time spent on each backend.")] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Time a call of the compiled library on the host, beside Triton, NVRTC and F.rms_norm.
+    """Time the host side of a call: the compiled library, Triton, NVRTC and F.rms_norm.
 
     Needs a GPU and the library: `pip install --no-build-isolation ./hub/ltx-kernels`.
     """

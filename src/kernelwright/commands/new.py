@@ -1,4 +1,4 @@
-"""`kernelwright new`: an op to start from."""
+"""`kernelwright new`: a working op to start from."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def new(
     ] = "elementwise",
     out: Annotated[
         Path | None,
-        typer.Option(help="Make a package of its own in this folder, not a folder under ops/."),
+        typer.Option(help="Create a separate package in this folder, not a folder under ops/."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a new op: a working kernel with its reference, cases, tests and benchmark, to change.
+    """Create a new op: a working kernel with reference, cases, tests and benchmark, to change.
 
     The kernel is in the language that you name, never in the other. In a checkout of kernelwright
     the op is a folder under `ops/`, and the tests, `bench ops` and `ops` find it there. With
     `--out` it is a package that pip installs, and kernelwright finds it by an entry point.
 
-    The kinds: `elementwise` is x · sigmoid(beta · x), `row-reduction` divides rows by their
-    length, `gated` is sigmoid(gate) · up. Change the reference first, then the kernel, and run
+    The kinds: `elementwise` is x · sigmoid(beta · x), `row-reduction` divides rows by their norm,
+    `gated` is sigmoid(gate) · up. Change the reference first, then the kernel, and run
     `kernelwright check NAME` after every step.
     """
     from .. import scaffold

@@ -1,4 +1,4 @@
-"""`kernelwright profile`: where the time of a forward goes."""
+"""`kernelwright profile`: which kernels take the time of a forward."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import typer
 from rich.console import Console
 
 from .bench import JsonOption, OutOption
+from .one_line_errors import one_line_errors
 
 
 def profile(
     preset: Annotated[str, typer.Argument(help="A preset (`kernelwright models`).")],
     level: Annotated[
         str,
-        typer.Option(help="1 torch.profiler, 2 nsys, 3 ncu; several with commas."),
+        typer.Option(help="1 torch.profiler, 2 nsys, 3 ncu; several comma-separated."),
     ] = "1",
     config: Annotated[
         str | None,
         typer.Option(
-            help="What to profile, with commas: eager, exact, fused, exact+graphs, compile, ... "
+            help="What to profile, comma-separated: eager, exact, fused, exact+graphs, compile ... "
             "By default eager and exact, at level 3 exact.",
         ),
     ] = None,
@@ -34,53 +35,50 @@ def profile(
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu. (an idle GPU)")] = None,
     kernels: Annotated[
         str | None,
-        typer.Option(help="Level 3: a regular expression of names. By default our kernels."),
+        typer.Option(
+            help="Level 3: a regular expression for kernel names. By default our kernels."
+        ),
     ] = None,
-    launches: Annotated[int, typer.Option(help="Level 3: launches to count at most.", min=1)] = 50,
+    launches: Annotated[
+        int, typer.Option(help="Level 3: profile at most this many launches.", min=1)
+    ] = 50,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Level 1: write a Chrome trace; with several configurations one each."),
+        typer.Option(help="Level 1: write a Chrome trace, one for each configuration."),
     ] = None,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which kernels one forward of a preset spends its time in.
+    """Show which kernels take the time of one forward of a preset.
 
     Level 1 ranks kernels and groups them (GEMM, attention, norm, modulation, RoPE, activation,
     copies), and counts the graph breaks of `--config compile`. Level 2 does the same with nsys.
-    Level 3 looks into the kernels with ncu: bandwidth, occupancy, what limits it, and one line of
-    advice. Exits with 1 if a level lacks its tool; the others run all the same.
+    Level 3 profiles single kernels with ncu: bandwidth, occupancy, what limits it, and one line of
+    advice. Exits with 1 if the tool of a level is missing; the other levels still run.
     """
-    from ..errors import BadSetting, CannotRun
-    from ..profiling.categories import OURS
-    from ..profiling.page import page
+    from ..profiling.kernel_tables import page
     from ..profiling.run import run
     from ..progress import steps_shown
 
     sizes = {"frames": frames, "height": height, "width": width, "batch": batch_size}
     sizes["tokens"] = tokens
-    try:
-        with steps_shown(Console(stderr=True), quiet=as_json) as show:
-            rows, problems = run(
-                preset,
-                _levels(level),
-                config.split(",") if config else (),
-                sizes={name: size for name, size in sizes.items() if size is not None},
-                tiny=tiny,
-                device=device,
-                kernels=kernels or OURS,
-                launches=launches,
-                trace=trace,
-                out=out,
-                show=show,
-            )
-    except BadSetting as wrong:
-        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
-    except ValueError as wrong:
-        raise typer.BadParameter(str(wrong)) from None
-    except CannotRun as lack:
-        typer.echo(f"kernelwright profile: {lack}", err=True)
-        raise typer.Exit(1) from None
+    with (
+        one_line_errors("profile", ValueError),
+        steps_shown(Console(stderr=True), quiet=as_json) as show,
+    ):
+        rows, problems = run(
+            preset,
+            _levels(level),
+            config.split(",") if config else (),
+            sizes={name: size for name, size in sizes.items() if size is not None},
+            tiny=tiny,
+            device=device,
+            kernels=kernels,
+            launches=launches,
+            trace=trace,
+            out=out,
+            show=show,
+        )
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     elif rows:

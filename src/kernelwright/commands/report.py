@@ -1,4 +1,4 @@
-"""`kernelwright report` and `kernelwright compare`: results to read, and two runs to hold apart."""
+"""`kernelwright report` and `kernelwright compare`: a page of results, and two runs compared."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ def report(
         Path, typer.Option("--html", help="Write the page to this file.", show_default=False)
     ],
     png: Annotated[
-        Path | None, typer.Option("--png", help="Write the charts as pictures into this folder.")
+        Path | None,
+        typer.Option("--png", help="Also write the charts as PNG files into this folder."),
     ] = None,
 ) -> None:
-    """Make one HTML page of result files: tables, charts and the environment they come from.
+    """Write one HTML page from result files: tables, charts and the environment they come from.
 
-    The page is one file without a script or a link: it opens anywhere, on a phone and in dark mode.
-    `--png` draws the charts with matplotlib, which `pip install 'kernelwright[bench]'` brings.
+    The page is one file without scripts or links: it opens anywhere, on a phone and in dark mode.
+    `--png` draws the charts with matplotlib, which `pip install 'kernelwright[bench]'` installs.
     """
     with _one_line("report"):
         from .. import report as reports
-        from ..bench.results import check_writable
+        from ..measure.results import check_writable
 
         files = reports.read(results)
         check_writable(html, "--html")
@@ -56,14 +57,15 @@ def compare(
     old: Annotated[Path, typer.Argument(help="The run before: a file or a folder.")],
     new: Annotated[Path, typer.Argument(help="The run now: a file or a folder.")],
     threshold: Annotated[
-        float, typer.Option(min=0.0, help="Changes up to so many percent are noise.")
+        float, typer.Option(min=0.0, help="Ignore changes up to this many percent as noise.")
     ] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Compare two runs: what became slower or faster, which rows are gone, which bits changed.
+    """Compare two runs: what became slower or faster, which rows are missing, which bits changed.
 
     Exits with 1 when a row is slower or takes more memory by more than the threshold, has lost the
-    bits of eager, fails, or is gone; with 0 otherwise. GPU time of ops is compared, host time not.
+    bits of eager, fails, or is missing; with 0 otherwise. Of ops the GPU time is compared, not the
+    host time.
     """
     with _one_line("compare"):
         from .. import report as reports
@@ -98,10 +100,10 @@ def _print(found: Comparison) -> None:
 
 @contextmanager
 def _one_line(command: str) -> Iterator[None]:
-    """Say what is wrong with a file in one line, and exit with 1."""
+    """Print what is wrong with a file in one line, and exit with 1."""
     from ..errors import BadSetting
+    from ..report.json_values import Unreadable
     from ..report.png import CannotDraw
-    from ..report.values import Unreadable
 
     try:
         yield

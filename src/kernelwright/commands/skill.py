@@ -1,4 +1,4 @@
-"""`kernelwright skill`: the agent skill, put where agents find it."""
+"""`kernelwright skill`: installs the agent skill where agents look for it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def add(
     everywhere: Annotated[
         bool,
         typer.Option(
-            "--global", "-g", help="Below your home, for all projects, not below this folder."
+            "--global", "-g", help="In your home folder, for all projects, not in this folder."
         ),
     ] = False,
     dest: Annotated[
-        Path | None, typer.Option(help="To this folder of skills, for any other agent.")
+        Path | None, typer.Option(help="To this skills folder, for any other agent.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the copy that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing copy.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy the skill to where an agent looks for skills, as the folder `cuda-kernels`.
+    """Copy the skill, as the folder `cuda-kernels`, to where an agent looks for skills.
 
     Several agents may be named; without any it goes to `.agents/skills`, which Codex and OpenCode
-    read. It comes from the installed package: no network, and it fits the version that you run.
+    read. It comes from the installed package: it needs no network and matches your version.
     """
     from .. import skill
     from ..errors import CannotRun
@@ -69,7 +69,7 @@ def add(
 
 @app.command("list")
 def list_files(as_json: JsonOption = False) -> None:
-    """List the files of the skill, what each is for, and the copies that agents find from here."""
+    """List the files of the skill, what each is for, and the installed copies that agents find."""
     from .. import skill
 
     titles = {str(file): skill.title(file) for file in skill.files()}

@@ -46,11 +46,11 @@ def generate(
     dtype: option.Dtype = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Generate a video with LTX-Video, and say how long each part of it took.
+    """Generate a video with LTX-Video, and show how long each part took.
 
     With `--model Lightricks/LTX-Video`, or a folder, it is a real video. Without, the weights are
-    random: the video is noise, and the times are those of the real model. The kernels are in, and
-    the frames have the bits of plain diffusers, unless options say otherwise.
+    random: the video is noise, and the times are those of the real model. The kernels are injected,
+    and the frames have the bits of plain diffusers, unless options say otherwise.
     """
     with _one_line_errors("generate"):
         from ..progress import steps_shown
@@ -92,8 +92,8 @@ def bench_video(
     config: Annotated[
         str | None,
         typer.Option(
-            help="What to compare, with commas: eager, compile, exact, exact+graphs, fused, "
-            f"fused+graphs, fused+compile, ... Eager is always there. ({COMPARED})"
+            help="What to compare, comma-separated: eager, compile, exact, exact+graphs, fused, "
+            f"fused+graphs, fused+compile, ... Eager always runs. ({COMPARED})"
         ),
     ] = None,
     prompt: option.Prompt = None,
@@ -125,14 +125,14 @@ def bench_video(
 ) -> None:
     """Time LTX-Video from prompt to frames: eager, torch.compile, injected, and combinations.
 
-    Every configuration starts from the same seed, and its last latents are held against eager's;
+    Every configuration starts from the same seed, and its last latents are compared with eager's;
     a second run of eager shows what differs without any kernel. A configuration that promises
     eager's bits and does not give them gets no time, and the command exits with 1. Name
-    configurations with `--config`, or one to hold against eager with the options of `generate`.
+    configurations with `--config`, or one to compare with eager with the options of `generate`.
     """
     with _one_line_errors("bench video"):
-        from ..bench import results
-        from ..bench.environment import environment_of
+        from ..measure import results
+        from ..measure.results import environment_of
         from ..progress import steps_shown
         from ..video import compare, ways, write
 
@@ -199,14 +199,14 @@ def _one_line_errors(command: str) -> Iterator[None]:
         typer.echo(f"kernelwright {command}: {error}", err=True)
         raise typer.Exit(1) from None
     except torch.cuda.OutOfMemoryError:
-        typer.echo(f"kernelwright {command}: the GPU's memory is full: fewer frames", err=True)
+        typer.echo(f"kernelwright {command}: the GPU is out of memory: use fewer frames", err=True)
         raise typer.Exit(1) from None
 
 
 def _pipeline(
     model: str | None, tiny: bool, device: str | None, dtype: str | None
 ) -> tuple[Any, dict[str, str]]:
-    """The pipeline, and where and in which dtype it is, in words."""
+    """The pipeline, and the names of its device and dtype."""
     import torch
 
     from ..place import choose_device, choose_dtype

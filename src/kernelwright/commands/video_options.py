@@ -13,8 +13,8 @@ Model = Annotated[
     typer.Option(help="LTX-Video in a folder, or its Hub id. Without it: random weights."),
 ]
 Tiny = Annotated[bool, typer.Option("--tiny", help="A small model with random weights.")]
-Prompt = Annotated[str | None, typer.Option(help=f"What the video shall show. ({PROMPT})")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What it shall not.")]
+Prompt = Annotated[str | None, typer.Option(help=f"What the video shows. ({PROMPT})")]
+NegativePrompt = Annotated[str | None, typer.Option(help="What the video should not show.")]
 NumFrames = Annotated[
     int | None, typer.Option(help=f"Frames, 8k + 1. ({Settings.frames}; tiny {TINY['frames']})")
 ]
@@ -28,21 +28,24 @@ Width = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option(help=f"Denoise steps, 2 or more. ({Settings.steps}; tiny {TINY['steps']})"),
+    typer.Option(help=f"Denoising steps, 2 or more. ({Settings.steps}; tiny {TINY['steps']})"),
 ]
-Guidance = Annotated[float, typer.Option(help="Weight of the prompt; 1 or less: no guidance.")]
-Seed = Annotated[int, typer.Option(help="Of the noise that it begins with.")]
-BatchSize = Annotated[int, typer.Option(help="Videos made at once.")]
-Fps = Annotated[int, typer.Option(help="Frames a second.")]
-Warmup = Annotated[int, typer.Option(help="Short runs (2 steps) before the one that counts.")]
+Guidance = Annotated[float, typer.Option(help="Guidance scale; 1 or less: no guidance.")]
+Seed = Annotated[int, typer.Option(help="Seed of the initial noise.")]
+BatchSize = Annotated[int, typer.Option(help="Videos generated at once.")]
+Fps = Annotated[int, typer.Option(help="Frames per second.")]
+Warmup = Annotated[int, typer.Option(help="Short runs (2 steps) before the timed one.")]
 Optimized = Annotated[
     bool | None,
     typer.Option(
-        "--use-optimized-kernels/--no-optimized-kernels", help="Inject the kernels, or do not."
+        "--use-optimized-kernels/--no-optimized-kernels", help="Inject the kernels or not."
     ),
 ]
 Numerics = Annotated[
-    str | None, typer.Option(help="exact: the bits of eager. fused: rounds less often. (exact)")
+    str | None,
+    typer.Option(
+        help="exact: the bits of eager. fused: rounds less often. fp8: fp8 GEMMs. (exact)"
+    ),
 ]
 Graphs = Annotated[
     bool, typer.Option("--graphs", help="Replay denoiser and text encoder as CUDA graphs.")

@@ -1,4 +1,4 @@
-"""Hugging Face Kernels: our ops as a Hub package, its layers, and ops served by other kernels.
+"""Hugging Face Kernels: our ops as a Hub package, its layers, and kernels of the Hub for our ops.
 
 from kernelwright import hub
 
@@ -17,7 +17,7 @@ __all__ = ["build", "check", "kernel_config", "kernelize", "mapping", "release",
 _PLACES = {
     "build": "package",
     "check": "rules",
-    "kernel_config": "layer_mapping",
+    "kernel_config": "transformers_config",
     "kernelize": "layer_mapping",
     "mapping": "layer_mapping",
     "release": "serving",
@@ -26,7 +26,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each is imported when it is first asked for: `import kernelwright` costs none of this."""
+    """Import each on first use, so that `import kernelwright` pays for none of them."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""How kernels of the Hub are called as ops of ours, and what each of them can take."""
+"""Adapters that call kernels of the Hub as our ops, and say which calls each can take."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a kernel of the Hub is called as one of our ops.
+    """Calls a function of a Hub kernel as one of our ops.
 
-    `function` is its name in the kernel; `call(function, *args)` runs the op's arguments through
-    it; `problem(*args)` says why it cannot take them, or None.
+    `function` is its name in the kernel, `call(function, *args)` calls it with the op's arguments,
+    `problem(*args)` says why it cannot take them, or None.
     """
 
     op: str
@@ -28,7 +28,7 @@ class Adapter:
     problem: Callable[..., str | None]
 
 
-# kernels-community/activation: out and packed rows, the first half activated
+# kernels-community/activation: function(out, packed), which activates the first half
 
 
 def _gated(function: Callable[..., Any], x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _tanh_problem(x: Tensor, approximate: bool, gate: str) -> str | None:
     return _gated_problem(x, gate) if approximate else "its GELU is the tanh form"
 
 
-# flash attention: tokens before heads
+# flash attention: [batch, tokens, heads, dim]
 
 
 def _attend(

@@ -1,8 +1,8 @@
 """The kernels compiled ahead of time: which instances, their source project, and their Hub variant.
 
-`hub/ltx-kernels` holds what is written by hand. What follows from the ops is written when it is
-built: the list of instances, which are the launches that the declared cases need, and the `.cuh`
-files themselves, copied from the package so that there is one text of each kernel.
+`hub/ltx-kernels` holds what is written by hand and names no op. The rest is generated when it is
+built: the instances, which are the launches that the declared cases need, the files that compile
+them, and copies of the package's `.cuh` files, so that there is one text of each kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,43 +20,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import catalog
 from ..backends import HOPPER, Unsupported
 from ..ops.case import Inputs
 from ..ops.op import Op, registry
 from ..ops.plan import Call
 from . import package
+from .build_files import ARCHS, INCLUDE, build_files
 
 if TYPE_CHECKING:
     from ..backends.cuda import CudaLaunch
 
 CASES = ("models", "all")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ARCHS = ("7.5", "8.0", "8.9", "9.0", "10.0", "12.0")
 # what is written by hand, from the project's folder
 WRITTEN = ("build.toml", "flake.nix", "CARD.md", "torch-ext", "cuda", "benchmarks", "tests")
 
-# kernel-builder brings a header of this name; without it, this one does the same
-REGISTRATION = """#pragma once
-#include <Python.h>
-#include <torch/library.h>
-
-// the macro that is the extension's name, replaced by that name before torch's macros see it
-#define TORCH_LIBRARY_EXPAND(name, ops) TORCH_LIBRARY(name, ops)
-#define LTX_JOINED(a, b) a##b
-#define LTX_JOIN(a, b) LTX_JOINED(a, b)
-#define LTX_QUOTED(a) #a
-#define LTX_QUOTE(a) LTX_QUOTED(a)
-
-// an empty Python module: importing it loads the library, which registers the ops
-#define REGISTER_EXTENSION(name)                                                          \\
-  PyMODINIT_FUNC LTX_JOIN(PyInit_, name)() {                                              \\
-    static PyModuleDef module = {PyModuleDef_HEAD_INIT, LTX_QUOTE(name), nullptr, 0, nullptr, \\
-                                 nullptr, nullptr, nullptr, nullptr};                     \\
-    return PyModule_Create(&module);                                                      \\
-  }
-"""
-
-COMPILED_OPS = '''"""The torch.ops namespace of this edition, with its compiled kernels."""
+COMPILED_OPS = '''"""The torch.ops namespace of the compiled kernels."""
 
 from pathlib import Path
 
@@ -64,7 +44,7 @@ import torch
 
 NAMESPACE = "{id}"
 ops = getattr(torch.ops, "{namespace}")
-if not hasattr(ops, "launch"):  # another package may have brought the same library
+if not hasattr(ops, "launch"):  # another package may have loaded the same library
     torch.ops.load_library(str(Path(__file__).parent / "{library}"))
 
 
@@ -91,16 +71,17 @@ class Extension:
 
 
 def plan(project: Path, out: Path, cases: str = "models") -> Extension:
-    """Write the whole source project to `out` and say what to compile."""
+    """Write the source project to `out`; returns what to compile."""
     written = export(project, out, cases)
     text = {str(p.relative_to(out)): p.read_text() for p in written if p.suffix != ".md"}
     name = package.identity(text, "aot")
-    sources = (*sorted((out / "cuda").glob("*.cu")), out / "torch-ext" / "torch_binding.cpp")
-    return Extension(name, sources, (out / "cuda", out / "include", out / "torch-ext"), archs())
+    # not all that is in `out`: an earlier build may have left the file of a removed op
+    sources = tuple(p for p in written if p.suffix in (".cu", ".cpp"))
+    return Extension(name, sources, (out / "cuda", out / INCLUDE, out / "torch-ext"), archs())
 
 
 def export(project: Path, out: Path, cases: str = "models") -> list[Path]:
-    """The source project as kernel-builder takes it: nothing in it reaches outside its folder."""
+    """Write the source project as kernel-builder takes it: nothing outside its folder is needed."""
     if not (project / "build.toml").is_file():
         raise ValueError(f"{project} has no build.toml; name hub/ltx-kernels of a checkout")
     files: dict[str, str] = {}
@@ -109,25 +90,22 @@ def export(project: Path, out: Path, cases: str = "models") -> list[Path]:
         for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
             if file.is_file() and "__pycache__" not in file.parts:
                 files[str(file.relative_to(project))] = file.read_text()
-    for path, text in package.sources().items():
-        if path.endswith(".cuh"):
-            files[f"include/{path}"] = text
-        files[f"torch-ext/{package.PYTHON_NAME}/{path}"] = text
+    sources = package.sources()
+    headers = {path: text for path, text in sources.items() if path.endswith(".cuh")}
+    files |= {f"{INCLUDE}/{path}": text for path, text in headers.items()}
+    files |= {f"torch-ext/{package.PYTHON_NAME}/{path}": text for path, text in sources.items()}
     files[f"torch-ext/{package.PYTHON_NAME}/__init__.py"] = package.INIT
-    files["torch-ext/registration.h"] = REGISTRATION
-    for family, listed in instances(cases).items():
-        if f"cuda/{family}.cu" not in files:
-            raise ValueError(
-                f"ops/{family}/cuda.cuh has no cuda/{family}.cu in {project}: write one like "
-                f"cuda/row.cu, and add it to instances.h, torch_binding.cpp and build.toml"
-            )
-        files[f"cuda/{family}.inc"] = listing(listed)
+    files |= build_files(instances(cases), headers, files["build.toml"])
+    files["CARD.md"] = catalog.fill_section(
+        files["CARD.md"], "ops", catalog.markdown(catalog.entries())
+    )
     return [_write(out / path, text) for path, text in files.items()]
 
 
 def instances(cases: str = "models") -> dict[str, list[CudaLaunch]]:
-    """The kernels by family: those of the large cases, which are the shapes of models, in each
-    dtype and exact mode; with "all" those of every case."""
+    """The kernels of each family, the op folder that their source lies in: those that the large
+    cases (shapes of models) launch in each dtype and exact mode; with "all", those of every case.
+    """
     if cases not in CASES:
         raise ValueError(f"cases are {cases!r}, expected one of {CASES}")
     found: dict[str, dict[str, CudaLaunch]] = {}
@@ -139,15 +117,15 @@ def instances(cases: str = "models") -> dict[str, list[CudaLaunch]]:
                 for dtype in DTYPES:
                     for launch in launches(op, case.arguments(Inputs(dtype, "meta"))):
                         if os.path.isabs(launch.source):
-                            continue  # an op of another package
+                            continue  # an op of another package, which builds its own
                         family = Path(launch.source).parent.name
                         found.setdefault(family, {}).setdefault(launch.template, launch)
     return {family: [each[t] for t in sorted(each)] for family, each in sorted(found.items())}
 
 
 def launches(op: Op, arguments: Mapping[str, Any]) -> Iterator[CudaLaunch]:
-    """What the cuda backend launches for these arguments, free and in each exact mode. Tensors
-    that begin inside their storage are launched as aligned ones first, then as they are."""
+    """What the cuda backend launches for these arguments, free and in each exact mode. A tensor
+    with a storage offset is planned twice: as if it were aligned, and with its real alignment."""
     args = [arguments[n] for n in op.arguments]
     args = [a.contiguous() if isinstance(a, Tensor) and _gaps(a) else a for a in args]
     outs = op.allocate(*args)
@@ -167,14 +145,8 @@ def launches(op: Op, arguments: Mapping[str, Any]) -> Iterator[CudaLaunch]:
                 continue
 
 
-def listing(listed: Sequence[CudaLaunch]) -> str:
-    """A family's instances, as its .cu file includes them."""
-    lines = [f"INSTANCE({i}, {each.block}, {each.template})" for i, each in enumerate(listed)]
-    return "\n".join(lines) + "\n"
-
-
 def archs() -> tuple[str, ...]:
-    """Compute capabilities to build for: TORCH_CUDA_ARCH_LIST, or all that nvcc knows of ours."""
+    """Compute capabilities to build for: TORCH_CUDA_ARCH_LIST, or all of ARCHS that nvcc knows."""
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     if asked:
         return tuple(re.findall(r"\d+\.\d", asked))
@@ -187,14 +159,14 @@ def archs() -> tuple[str, ...]:
 
 
 def compiler() -> str | None:
-    """nvcc of CUDA_HOME, of the PATH, or where toolkits usually lie."""
+    """nvcc of CUDA_HOME, of the PATH, or of /usr/local/cuda."""
     places = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
     named = [str(Path(p) / "bin" / "nvcc") for p in places if p]
     return next((p for p in (named[0], shutil.which("nvcc"), *named) if p and _runs(p)), None)
 
 
 def assemble(library: Path, out: Path, made: Extension) -> Path:
-    """The Hub variant around a built library: what `build` writes, and the kernels."""
+    """Write the Hub variant of a built library: the files of `package.build`, and the library."""
     torch_version = "".join(torch.__version__.split(".")[:2])
     cuda = (torch.version.cuda or "").replace(".", "")
     system = platform.system().lower()
@@ -220,7 +192,7 @@ def _gaps(t: Tensor) -> bool:
 
 def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # an unchanged file keeps its time, so a build compiles what changed and nothing else
+    # an unchanged file keeps its modification time, so a build compiles only what changed
     if not path.is_file() or path.read_text() != text:
         path.write_text(text)
     return path

@@ -1,6 +1,6 @@
-"""What a call costs the calling thread: compiled ahead of time, by NVRTC, Triton, and F.rms_norm.
+"""Host time of a call by backend: compiled ahead of time, NVRTC, Triton; beside F.rms_norm.
 
-The kernels take the same time on the GPU whoever compiled them; the way to them does not.
+The GPU time of a kernel does not depend on who compiled it; the time to launch it does.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ..bench import results
-from ..bench.timing import Timed, host_reading, medians
 from ..checking.numerics import as_good_as_eager
+from ..measure import results
+from ..measure.timing import Timed, host_reading, medians
 from ..ops.case import Case, Inputs
 from ..ops.op import Op, registry
 
 BACKENDS = ("triton", "cuda", "aot")
 EAGER = "F.rms_norm"
-# a launch takes a few microseconds: so many calls are queued before the first has finished
+# GPU time assumed for a call: `host_reading` then times 100 calls at once
 QUEUED_US = 200.0
 
 
 def run(out: Path | None = None, seconds: float = 1.0) -> list[dict[str, Any]]:
     """Host microseconds of `rmsnorm` at the shapes of models, bfloat16; written to `out`."""
     if not torch.cuda.is_available():
-        raise ValueError("no CUDA GPU here: host time is that of launches")
+        raise ValueError("no CUDA GPU here, and host time is the time to launch")
     if out is not None:
         results.check_writable(out)
     op = registry()["rmsnorm"]
@@ -48,7 +48,7 @@ def run(out: Path | None = None, seconds: float = 1.0) -> list[dict[str, Any]]:
 
 
 def measure(op: Op, case: Case, seconds: float) -> dict[str, Any]:
-    """One shape; every way has to be right before it is timed."""
+    """One shape; a backend is timed only after its result has passed."""
     given = case.arguments(Inputs(torch.bfloat16, "cuda"))
     x, weight, eps = given["input"], given["weight"], given["eps"]
 

@@ -1,12 +1,12 @@
-"""The Hub package: a copy of `ops` and `backends` under a name of its own, with layers.
+"""The Hub package: a copy of `ops` and `backends` under another name, with layers.
 
     DIR/build/torch-cuda/     metadata.json  __init__.py  _ops.py  layers/  ops/  backends/
     DIR/build/torch-rocm/     the same under another name, and so on
 
 Nothing is compiled: Triton and the PyTorch reference run wherever torch does, and the CUDA C++
-headers go along for machines that have NVRTC. The name in metadata.json becomes the name of the
-module and of its torch.ops namespace; it holds a digest of the files, so two editions, or a package
-and an installed kernelwright, live in one process.
+headers are included for machines that have NVRTC. The id in metadata.json names the module and its
+torch.ops namespace. It holds a digest of the files, so two versions of the package, or the package
+and an installed kernelwright, can be loaded in one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PYTHON_NAME = NAME.replace("-", "_")
 VERSION = 1
 LICENSE = "MIT"
 KERNELWRIGHT = Path(__file__).resolve().parents[1]
-# a variant, and what its metadata says it is for; torch-universal loads everywhere
+# variants and the backend in their metadata; torch-universal loads everywhere
 VARIANTS = {
     "torch-cuda": "cuda",
     "torch-rocm": "rocm",
@@ -33,7 +33,7 @@ VARIANTS = {
     "torch-universal": "cuda",
 }
 
-INIT = '''"""Fused kernels for LTX-Video and its kin: norms, modulation, RoPE, gated units.
+INIT = '''"""Fused kernels for LTX-Video and similar models: norms, modulation, RoPE, gated units.
 
 Every function runs on tensors of any device: a fused kernel on a GPU, plain PyTorch elsewhere.
 """
@@ -45,12 +45,12 @@ from .backends import aot
 from .ops import *  # noqa: F403
 
 if hasattr(_namespace, "launch"):
-    aot.connect(_namespace)  # kernels compiled ahead of time are in this edition
+    aot.connect(_namespace)  # this variant holds compiled kernels
 
 __all__ = ["add_op_namespace_prefix", "layers", *ops.__all__]
 '''
 
-OPS = '''"""The torch.ops namespace of this edition."""
+OPS = '''"""The torch.ops namespace of this package."""
 
 import torch
 
@@ -78,7 +78,7 @@ class Built:
 
 
 def build(out: Path, variants: Sequence[str] = tuple(VARIANTS)) -> list[Built]:
-    """Write the variants to `out/build`, each whole or not at all."""
+    """Write the variants to `out/build`, each atomically."""
     unknown = [v for v in variants if v not in VARIANTS]
     if unknown or not variants:
         raise ValueError(
@@ -91,7 +91,7 @@ def build(out: Path, variants: Sequence[str] = tuple(VARIANTS)) -> list[Built]:
 
 
 def write(place: Path, files: Mapping[str, str], backend: str, variant: str) -> Built:
-    """One variant from the files that all share."""
+    """Write one variant; `files` are those that all variants share."""
     name = identity(files, variant.replace("torch-", "").replace("-", "_"))
     whole = {
         **files,
@@ -113,13 +113,13 @@ def write(place: Path, files: Mapping[str, str], backend: str, variant: str) -> 
 
 
 def sources() -> dict[str, str]:
-    """What goes into every variant, by path: ops, backends and layers."""
+    """The files of every variant by path: ops, backends and layers."""
     found: dict[str, str] = {}
     for part in ("ops", "backends"):
         for file in sorted((KERNELWRIGHT / part).rglob("*")):
             if file.suffix in (".py", ".cuh"):
                 found[str(file.relative_to(KERNELWRIGHT))] = file.read_text()
-    # layers lie one folder deeper here than in the package
+    # layers are one folder deeper here than in the package
     for file in sorted((KERNELWRIGHT / "hub" / "layers").glob("*.py")):
         text = re.sub(r"^from \.\.\.", "from ..", file.read_text(), flags=re.M)
         found[f"layers/{file.name}"] = text

@@ -1,7 +1,7 @@
-"""What the Hub asks of a kernel, checked on disk: each failure one line, with its mend.
+"""The Hub's rules for a kernel package, checked on disk: each failure is one line with its fix.
 
-Layout, metadata, imports, namespaces and layers are read without running anything; then the variant
-for this machine is loaded as `get_local_kernel` loads it.
+Layout, metadata, imports, namespaces and layers are checked without running any code; then
+`get_local_kernel` loads the variant for this machine.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class Failure:
 
     where: str
     problem: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.problem}; {self.mend}"
+        return f"{self.where}: {self.problem}; {self.fix}"
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
 
 
 def check(folder: Path, load: bool = True) -> list[Failure]:
-    """Every failure of the variants in `folder`, `folder/build`, or of the variant that it is."""
+    """All failures of the variants in `folder` or `folder/build`, or of `folder` if it is one."""
     folder = folder.resolve()
     found = variants(folder)
     if not found:
-        mend = "build one with `kernelwright hub build --out DIR`"
-        return [Failure(folder.name, "no build variant such as build/torch-cuda", mend)]
+        fix = "build one with `kernelwright hub build --out DIR`"
+        return [Failure(folder.name, "no build variant such as build/torch-cuda", fix)]
     failures: list[Failure] = []
     ids: dict[str, str] = {}
     for variant in found:
@@ -66,7 +66,7 @@ def check(folder: Path, load: bool = True) -> list[Failure]:
         ids[name] = variant.name
         for file in sorted(variant.rglob("*.py")):
             failures += _python(file, variant)
-    # what does not stand on disk cannot be loaded either
+    # load only a package whose files are right
     return failures or (_loads(folder) if load else [])
 
 
@@ -82,19 +82,19 @@ def variants(folder: Path) -> list[Path]:
 
 def _layout(variant: Path) -> Iterator[Failure]:
     if not VARIANT.fullmatch(variant.name):
-        mend = "name it torch-cuda, or torch211-cxx11-cu130-x86_64-linux for compiled code"
-        yield Failure(variant.name, "no name of a variant", mend)
+        fix = "name it torch-cuda, or torch211-cxx11-cu130-x86_64-linux for compiled code"
+        yield Failure(variant.name, "no name of a variant", fix)
     if not (variant / "__init__.py").is_file():
         yield Failure(variant.name, "no __init__.py", "put the package's files into this folder")
     if not (variant / "_ops.py").is_file():
-        mend = "add one with `ops` and `add_op_namespace_prefix`"
-        yield Failure(variant.name, "no _ops.py", mend)
+        fix = "add one with `ops` and `add_op_namespace_prefix`"
+        yield Failure(variant.name, "no _ops.py", fix)
     if not ((variant / "layers.py").is_file() or (variant / "layers" / "__init__.py").is_file()):
         yield Failure(variant.name, "no layers", "add layers.py, or kernelize cannot use it")
     for library in variant.rglob("*.so"):
         if not library.name.endswith(".abi3.so"):
-            mend = "build it with py_limited_api=True"
-            yield Failure(f"{variant.name}/{library.name}", "bound to one Python", mend)
+            fix = "build it with py_limited_api=True"
+            yield Failure(f"{variant.name}/{library.name}", "bound to one Python", fix)
 
 
 def _metadata(variant: Path) -> tuple[dict[str, Any], list[Failure]]:
@@ -109,21 +109,21 @@ def _metadata(variant: Path) -> tuple[dict[str, Any], list[Failure]]:
         return {}, [Failure(where, "no JSON object", "write name, id, version and backend to it")]
     wrong: list[Failure] = []
 
-    def hold(right: bool, problem: str, mend: str) -> None:
+    def hold(right: bool, problem: str, fix: str) -> None:
         if not right:
-            wrong.append(Failure(where, problem, mend))
+            wrong.append(Failure(where, problem, fix))
 
     for key in ("name", "id", "version", "license", "python-depends", "backend"):
         hold(key in read, f"no {key!r}", "add it")
     name, ident, version = read.get("name", "aa"), read.get("id", "a"), read.get("version", 1)
-    mend = "use small letters, digits and dashes"
-    hold(bool(NAME.fullmatch(str(name))), f"name {name!r} is refused", mend)
-    mend = "it becomes a module and a torch.ops namespace: use a Python identifier"
-    hold(str(ident).isidentifier(), f"id {ident!r} is refused", mend)
+    fix = "use small letters, digits and dashes"
+    hold(bool(NAME.fullmatch(str(name))), f"name {name!r} is refused", fix)
+    fix = "it becomes a module and a torch.ops namespace: use a Python identifier"
+    hold(str(ident).isidentifier(), f"id {ident!r} is refused", fix)
     hold(type(version) is int and version > 0, f"version is {version!r}", "count from 1")
     for depends in read.get("python-depends", ()):
-        mend = "leave it out; torch brings triton" if depends == "triton" else "leave it out"
-        hold(depends in PYTHON_DEPENDS, f"python-depends names {depends!r}", mend)
+        fix = "leave it out; torch brings triton" if depends == "triton" else "leave it out"
+        hold(depends in PYTHON_DEPENDS, f"python-depends names {depends!r}", fix)
     backend = read.get("backend", {"type": "cuda"})
     kind = backend.get("type") if isinstance(backend, dict) else backend
     hold(kind in BACKENDS, f"backend is {kind!r}", f"use one of {', '.join(BACKENDS)}")
@@ -135,7 +135,7 @@ def _python(file: Path, variant: Path) -> Iterator[Failure]:
     try:
         tree = ast.parse(file.read_text())
     except SyntaxError as error:
-        yield Failure(f"{variant.name}/{inside}:{error.lineno}", "no Python", "mend the syntax")
+        yield Failure(f"{variant.name}/{inside}:{error.lineno}", "no Python", "correct the syntax")
         return
     layers = inside.parts[0] in ("layers", "layers.py")
     for node in ast.walk(tree):
@@ -160,19 +160,19 @@ def _import(
             return
         place = base.joinpath(*(node.module or "").split(".")) if node.module else base
         lost = not (place.is_dir() or place.with_suffix(".py").is_file())
-        if lost and node.module != "_ops":  # which the layout is asked for already
-            mend = "add the module, or mend the name"
-            yield Failure(where, f"it imports {node.module}, which is not there", mend)
+        if lost and node.module != "_ops":  # `_layout` has checked that one
+            fix = "add the module, or correct the name"
+            yield Failure(where, f"it imports {node.module}, which is not there", fix)
         return
     listed = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
     for name in listed:
         top = (name or "").partition(".")[0]
         if top == "kernelwright":
             yield Failure(where, f"it imports {name}", "import relatively: from . import ...")
-        # an import inside a function is asked for when it is needed
+        # an import inside a function may be optional
         elif at_top and top not in IMPORTS:
-            mend = "a kernel has torch, triton and the standard library; move it into a function"
-            yield Failure(where, f"it imports {top}", mend)
+            fix = "a kernel has torch, triton and the standard library; move it into a function"
+            yield Failure(where, f"it imports {top}", fix)
 
 
 def _namespace(node: ast.Call, where: str) -> Iterator[Failure]:
@@ -180,11 +180,11 @@ def _namespace(node: ast.Call, where: str) -> Iterator[Failure]:
     first = node.args[0]
     literal = first.value if isinstance(first, ast.Constant) else None
     if called == "Library" and isinstance(literal, str):
-        mend = "take the name from _ops.py: editions must not share one"
-        yield Failure(where, f"a namespace of fixed name {literal!r}", mend)
+        fix = "take the name from _ops.py: editions must not share one"
+        yield Failure(where, f"a namespace of fixed name {literal!r}", fix)
     if called in NAMING and isinstance(literal, str):
-        mend = "wrap it in add_op_namespace_prefix(...)"
-        yield Failure(where, f"{called} with the fixed name {literal!r}", mend)
+        fix = "wrap it in add_op_namespace_prefix(...)"
+        yield Failure(where, f"{called} with the fixed name {literal!r}", fix)
 
 
 def _is_layer(node: ast.ClassDef) -> bool:
@@ -196,27 +196,27 @@ def _layer(node: ast.ClassDef, where: str) -> Iterator[Failure]:
     for part in node.body:
         if isinstance(part, ast.FunctionDef):
             if part.name == "__init__":
-                mend = "read what the module has that it is put on"
-                yield Failure(where, f"{node.name} has a constructor", mend)
+                fix = "read what the module has that it is put on"
+                yield Failure(where, f"{node.name} has a constructor", fix)
             elif part.name != "forward":
-                mend = "make it a function of the module"
-                yield Failure(where, f"{node.name}.{part.name} is one member too many", mend)
+                fix = "make it a function of the module"
+                yield Failure(where, f"{node.name}.{part.name} is one member too many", fix)
         elif isinstance(part, ast.Assign | ast.AnnAssign) and part.value is not None:
             targets = part.targets if isinstance(part, ast.Assign) else [part.target]
             names = {ast.unparse(t) for t in targets}
             flags |= names & FLAGS
             for name in names - FLAGS:
-                mend = "a layer has no state: remove the value"
-                yield Failure(where, f"{node.name}.{name} is one member too many", mend)
+                fix = "a layer has no state: remove the value"
+                yield Failure(where, f"{node.name}.{name} is one member too many", fix)
     if "can_torch_compile" not in flags:
-        mend = "say can_torch_compile = True, or kernelize skips it under TORCH_COMPILE"
-        yield Failure(where, f"{node.name} does not say whether it compiles", mend)
+        fix = "say can_torch_compile = True, or kernelize skips it under TORCH_COMPILE"
+        yield Failure(where, f"{node.name} does not say whether it compiles", fix)
 
 
 def _loads(folder: Path) -> list[Failure]:
     if find_spec("kernels") is None:
-        mend = "pip install 'kernelwright[hub]'"
-        return [Failure(folder.name, "not loaded: the package `kernels` is not there", mend)]
+        fix = "pip install 'kernelwright[hub]'"
+        return [Failure(folder.name, "not loaded: the package `kernels` is not there", fix)]
     from kernels import get_local_kernel
 
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -224,8 +224,8 @@ def _loads(folder: Path) -> list[Failure]:
         module = get_local_kernel(folder)
     except Exception as error:
         reason = " ".join(str(error).split())
-        mend = "import it by hand to see where"
-        return [Failure(folder.name, f"get_local_kernel: {type(error).__name__}: {reason}", mend)]
+        fix = "import it by hand to see where"
+        return [Failure(folder.name, f"get_local_kernel: {type(error).__name__}: {reason}", fix)]
     finally:
         sys.dont_write_bytecode = before
     if not getattr(module, "__all__", None):

@@ -1,11 +1,12 @@
-"""Ops of ours that a kernel on the Hub serves, once it has shown that it computes the same.
+"""Lets a kernel of the Hub run our ops, after it has passed their accuracy check.
 
-`use` loads a kernel, runs it beside our reference on the op's own cases, and lets it serve the op
-where it is as close to float64 as eager PyTorch is. What it cannot take, the op runs as before.
+`use` loads a kernel and runs it on the op's own cases. If it is as close to float64 as eager
+PyTorch is, it serves the op from then on; calls that it cannot take run as before.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,10 @@ from typing import Any
 import torch
 
 from ..checking.numerics import hold_case
-from ..ops import served
-from ..ops.attention import forget as forget_attention
-from ..ops.attention import request_of
+from ..ops import hub_servers
 from ..ops.case import Case
+from ..ops.hub_servers import Server
 from ..ops.op import Composite, Op, registry
-from ..ops.served import Server
 from .adapters import ADAPTERS, Adapter
 from .layer_mapping import require
 
@@ -27,7 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Use:
-    """What came of `use`: the ops that are served now, and why others are not."""
+    """The result of `use`: the ops that are served now, and why the others are not."""
 
     kernel: str
     serves: tuple[str, ...] = ()
@@ -52,11 +51,11 @@ def use(
     """Let a kernel on the Hub serve our ops: kernels-community/activation, .../flash-attn3, ...
 
     Calls with backend None then go to it where it can take them, and with backend="hub" to nothing
-    else. A kernel that cannot be had, offline for one, changes nothing: the reason is in `refused`.
+    else. A kernel that cannot be loaded changes nothing: the reason is in `refused`.
     """
     if repo_id not in ADAPTERS:
         known = ", ".join(sorted(ADAPTERS))
-        raise ValueError(f"{repo_id}: no op of ours knows this kernel; those known are {known}")
+        raise ValueError(f"{repo_id}: no adapter for this kernel; there are adapters for {known}")
     name = f"{repo_id}@{revision or f'v{version}'}"
     adapters = ADAPTERS[repo_id]
     try:
@@ -66,7 +65,7 @@ def use(
         kernel = get_kernel(
             repo_id, version=version, revision=revision, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # no network, no build for this torch, not trusted, it fails itself
+    except Exception as error:  # no network, no build for this torch, not trusted, its own
         reason = _unavailable(error)
         return Use(name, refused={a.op: f"{reason}; the op keeps its own" for a in adapters})
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,14 +80,14 @@ def use(
 
 
 def release(*ops: str) -> None:
-    """Let these ops, or all, run their own kernels again."""
+    """Have these ops, or all, run their own kernels again."""
     for name in ops or tuple(registry()):
-        served.serve(name, None)
-        _forget(name)
+        hub_servers.serve(name, None)
+        registry()[name].forget()
 
 
 def serve(adapter: Adapter, kernel: Any, name: str, device: str) -> str | None:
-    """Hold a kernel to our bar and let it serve an op; returns why not, or None."""
+    """Check a kernel and let it serve an op; returns why it does not, or None."""
     function = getattr(kernel, adapter.function, None)
     if function is None:
         return f"the kernel has no {adapter.function}"
@@ -105,13 +104,13 @@ def serve(adapter: Adapter, kernel: Any, name: str, device: str) -> str | None:
         return f"it fails on {device}: {type(error).__name__}: {error}"
     if not held:
         return f"it takes none of the op's cases on {device}"
-    served.serve(adapter.op, Server(name, run, adapter.problem))
-    _forget(adapter.op)
+    hub_servers.serve(adapter.op, Server(name, run, adapter.problem))
+    op.forget()
     return None
 
 
 def _unavailable(error: Exception) -> str:
-    """Why a kernel could not be had, in one line."""
+    """Why a kernel could not be loaded, in one line."""
     cause: BaseException | None = error
     while cause is not None:
         kinds = {kind.__name__ for kind in type(cause).__mro__}
@@ -133,7 +132,7 @@ def _held(
     adapter: Adapter,
     device: str,
 ) -> bool:
-    """Hold one case to the bar, if the kernel takes it."""
+    """Check one case, if the kernel takes it; returns whether it does."""
     taken = False
 
     def call(arguments: dict[str, Any]) -> Any:
@@ -147,23 +146,16 @@ def _held(
 
 
 def _positional(op: Op | Composite, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The op's arguments in order, defaults filled in."""
     if isinstance(op, Op):
         return tuple(arguments[n] for n in op.arguments)
-    names = ("query", "key", "value", "mask", "scale", "causal")
-    return tuple(arguments.get(n, False if n == "causal" else None) for n in names)
+    bound = inspect.signature(op.function).bind(**arguments)
+    bound.apply_defaults()
+    return bound.args
 
 
 def _asked(op: Op | Composite, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `problem` of a server is asked with: attention has described its call already."""
-    if isinstance(op, Op):
+    """The arguments of a server's `problem`: the op's own, or its description of the call."""
+    if isinstance(op, Op) or op.describe is None:
         return args
-    query, key, value, mask, _, causal = args
-    return (request_of(query, key, value, mask, causal),)
-
-
-def _forget(name: str) -> None:
-    op = registry()[name]
-    if isinstance(op, Op):
-        op.forget()
-    elif name == "attention":
-        forget_attention()
+    return (op.describe(*args),)

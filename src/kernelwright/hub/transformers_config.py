@@ -11,14 +11,30 @@ from typing import Any
 from torch import nn
 from transformers import KernelConfig
 
-from .layer_mapping import LAYER_NAME, is_served
+from .layer_classes import LAYER_NAME, TRANSFORMERS, is_served
+
+
+def kernel_config(package: Path, *, rotary: bool = False) -> Any:
+    """`mapping` for a model of transformers: `from_pretrained(..., use_kernels=True,
+    kernel_config=kernel_config(package))`, or `model.set_use_kernels(True, kernel_config(package))`
+    for a model that exists already. transformers takes local kernels on GPUs only.
+
+    It reaches the layers that transformers names: RMSNorm, and the GELUs that are modules. The
+    feed-forwards have no names, and SiLU, QuickGELU, RMSNormGated and RMSNormZeroCentered have no
+    layer in the package; `kernelize` replaces the feed-forwards too.
+
+    `rotary=True` replaces RoPE as well: for all models of a family in this process, since
+    transformers has one function a family.
+    """
+    names = {**TRANSFORMERS, **({"rotary_pos_emb": "RotaryPosEmb"} if rotary else {})}
+    return PackageConfig(package, names)
 
 
 class PackageConfig(KernelConfig):
     """Layers of a package in a folder, by the names that transformers has for them.
 
-    transformers refuses a config with names that a model does not have, and changes the one that
-    it is given. So each model gets one of its own from this, with the names that it has.
+    transformers refuses a config with a name that the model lacks, and modifies the config that it
+    is given. So each model gets a config of its own, with the names that the model has.
     """
 
     def __init__(self, package: Path, names: Mapping[str, str]) -> None:
@@ -33,14 +49,14 @@ class PackageConfig(KernelConfig):
     def create_compatible_mapping(self, model: Any, compile: bool = False) -> None:
         own = model.kernel_config
         own.create_compatible_mapping(model, compile)
-        # without a mode they serve all of them, and outlive `model.train()` and `model.eval()`
+        # without a mode a layer serves every mode, and survives `model.train()` and `model.eval()`
         own.kernel_mapping = {
             name: {device: next(iter(modes.values())) for device, modes in on.items()}
             for name, on in own.kernel_mapping.items()
         }
 
     def fitting(self, model: nn.Module) -> dict[str, str]:
-        """The layers that serve every module of their name in a model."""
+        """The layers that can serve every module of their name in this model."""
         found = named_modules(model)
         fit = {}
         for name in (n for n in self.places if n in found):
@@ -62,7 +78,7 @@ class PackageConfig(KernelConfig):
 
 
 def named_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The modules of a model that have layer names, and the functions that stand as modules."""
+    """Modules of a model by layer name, and the functions that transformers wraps as modules."""
     found: dict[str, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for each in (module, *getattr(module, "_kernel_funcs", {}).values()):

@@ -1,6 +1,6 @@
-"""Putting recipes on a model, and taking them off again.
+"""inject, injected, inspect and restore.
 
-Everything an injection leaves on a model is the instance attribute `forward` of the modules it
+All that an injection leaves on a model is the instance attribute `forward` of the modules it
 changes (or the slot in which a hook keeps it). Restoring removes it; copying a model copies it.
 """
 
@@ -46,7 +46,7 @@ def inject(
         only, skip: names of components ("vae"), of classes ("LTXAttention") or of modules
             ("transformer_blocks.0.*"), one or several.
         verify: in "fused", check every module at every new shape, not one of each class once.
-        backend: "auto", or the name of the one that every op shall use.
+        backend: "auto", or the name of the backend that every op uses.
 
     Returns:
         A report of what was replaced, by what, and what was left alone and why. Print it.
@@ -58,19 +58,19 @@ def inject(
         assert root is not None
         for before in _active.get(root, ()):
             before.checker.retired = True
-        _take_off(root)
+        _uninstall(root)
         _active[root] = [injection]
-        injection.put()
+        injection.install()
     return report
 
 
 def restore(target: Any) -> int:
-    """Bring back exactly what was there before `inject`; returns how many modules changed."""
+    """Restore exactly what was there before `inject`; returns how many modules changed."""
     count = 0
     for part in parts_of(target):
         for injection in _active.pop(part.model, ()):
             injection.checker.retired = True
-        count += _take_off(part.model)
+        count += _uninstall(part.model)
     return count
 
 
@@ -85,14 +85,14 @@ def injected(
     verify: bool = False,
     backend: str = "auto",
 ) -> Iterator[Report]:
-    """`inject` for as long as a `with` lasts; what was injected before comes back after it."""
+    """`inject` for the duration of a `with` block; an earlier injection comes back after it."""
     options = Options(numerics, graphs, only, skip, verify, backend)
     report, injections = _planned(target, options)
     for injection in injections:
         root = injection.root()
         assert root is not None
         _active.setdefault(root, []).append(injection)
-        _show_last(root)
+        _install_last(root)
     try:
         yield report
     finally:
@@ -101,11 +101,11 @@ def injected(
             if root is not None and injection in _active.get(root, ()):
                 _active[root].remove(injection)
                 injection.checker.retired = True
-                _show_last(root)
+                _install_last(root)
 
 
 def inspect(target: Any, *, numerics: str = "exact", only: Any = None, skip: Any = None) -> Report:
-    """What `inject` would do, without doing it. Works on a model without memory ("meta") too."""
+    """What `inject` would do, without doing it. Works on a model on the meta device, too."""
     report, _ = _planned(target, Options(numerics, only=only, skip=skip))
     return report.as_plan()
 
@@ -117,13 +117,13 @@ def _planned(target: Any, options: Options) -> tuple[Report, list[Injection]]:
     return report, [plan(part, selection, report, options) for part in parts]
 
 
-def _take_off(root: nn.Module) -> int:
+def _uninstall(root: nn.Module) -> int:
     return sum(forwards.remove(module) for module in root.modules())
 
 
-def _show_last(root: nn.Module) -> None:
-    _take_off(root)
+def _install_last(root: nn.Module) -> None:
+    _uninstall(root)
     if stack := _active.get(root):
-        stack[-1].put()
+        stack[-1].install()
     else:
         _active.pop(root, None)

@@ -1,4 +1,4 @@
-"""The forwards that injected modules and models are given in place of their own."""
+"""The forwards that replace those of modules and of whole models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .graphs.capture import capturing
 from .recipes._recipe import Chain, Forward, Patch
 from .runtime import forwards, model_run, work_ahead
 from .runtime.input_key import signature
-from .runtime.sites import current
+from .runtime.sites import mode
 from .state.tensor_samples import unchanged
-from .verify.first_sight import Checker, looked_through
+from .verify.first_sight import Checker, needs_torch_ops
 
 if TYPE_CHECKING:
     from .graphs.graphs import Graphs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def module_forward(
     patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Checker
 ) -> Forward:
-    """The forward that all modules of one class share: torch.compile then traces it once."""
+    """The new forward of a class. Its modules share it, so torch.compile traces it once."""
     recipe = patch.forward(fusions, kind) if patch.for_class else patch.forward(fusions)
     own = kind.forward
     known = patch.is_written_for(kind)
@@ -56,8 +56,8 @@ def model_forward(
     fusions: Fusions,
     checker: Checker,
 ) -> Forward:
-    """The forward of a whole model: its own, or `inner` if a patch is for the model itself, told in
-    which order the blocks run, or as a graph."""
+    """The new forward of a whole model: runs its own, or `inner` if the model itself is patched,
+    with the order of its blocks known to them, and as a graph if `graphs` is given."""
     own = kind.forward
     runs_as = inner or own
 
@@ -66,28 +66,29 @@ def model_forward(
         if torch.compiler.is_compiling():
             return runs_as(self, *args, **kwargs)
         eager = forwards.class_forward(self, own)
-        if current.eager or checker.retired or eager is not own or looked_through():
+        if mode.eager or checker.retired or eager is not own or needs_torch_ops():
             return eager(self, *args, **kwargs)
         if graphs is not None:
             return graphs(self, run, args, kwargs)
         return run(self, *args, **kwargs)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with model_run.begin(self, args, kwargs, fusions.contents):
-            kept = fusions.contents
-            first = model_run.is_first(self) and not capturing()
-            # without fp8 weights, a model that cannot look back uses nothing that was kept
-            needed = model_run.looks_back() or fusions.fp8_layers is not None
-            answer = kept.check() if first and kept and needed else unchanged
-            now = not model_run.current.on_gpu or model_run.current.memory is not None
-            if now and not answer():  # it must not be run twice, or is told at once
-                kept.forget()
-                answer = unchanged
+        with model_run.begin(self, args, kwargs, fusions.samples):
+            samples = fusions.samples
+            outermost = model_run.is_outermost(self) and not capturing()
+            # fp8 weights are used even where other cached values are not
+            needed = model_run.checks_samples() or fusions.fp8_layers is not None
+            check = samples.check() if outermost and samples and needed else unchanged
+            # wait before the forward if it must not run twice, or if there is no GPU to wait for
+            first = not model_run.active.on_gpu or model_run.active.run_once is not None
+            if first and not check():
+                samples.forget()
+                check = unchanged
             result = ordered(self, *args, **kwargs)
-            if answer():  # asked here, the GPU has been at work since
+            if check():  # waiting costs nothing here: the GPU has work to do
                 return result
             result = None
-            kept.forget()
+            samples.forget()
             return ordered(self, *args, **kwargs)
 
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which modules of a model get which forward, and what the report says of each."""
+"""Which modules of a model get which forward, and what the report says about each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recipes._recipe import Chain, Forward, Patch, full_name, recipes
 from .report.record import Line
 from .report.report import Report
 from .runtime import forwards, work_ahead
-from .state.tensor_samples import Contents
+from .state.tensor_samples import TensorSamples
 from .verify.first_sight import Checker
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ BACKENDS = ("auto", "torch", "triton", "cuda")
 
 @dataclass(frozen=True)
 class Options:
-    """How a person wants a model injected; `inject` explains each."""
+    """The arguments of `inject`, which explains them."""
 
     numerics: str = "exact"
     graphs: bool = False
@@ -62,10 +62,10 @@ class Injection:
     checker: Checker
     forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
 
-    def put(self) -> None:
+    def install(self) -> None:
         for module, forward in self.forwards:
             if (found := module()) is not None:
-                forwards.put(found, forward)
+                forwards.install(found, forward)
 
     def add(self, module: nn.Module, forward: Forward) -> None:
         self.forwards.append((ref(module), forward))
@@ -75,33 +75,33 @@ class Injection:
 
 
 def plan(part: Part, selection: Selection, report: Report, options: Options) -> Injection:
-    """Find a forward for every module of one model, and write into the report what becomes of each.
-    Nothing is changed yet."""
-    return _Plan(part, selection, report, options).made()
+    """Choose a forward for every module of one model, and add what becomes of each to the report.
+    The model is not changed yet."""
+    return _Plan(part, selection, report, options).make()
 
 
 class _Plan:
-    """The work on one model, job by job."""
+    """The steps of planning one model."""
 
     def __init__(self, part: Part, selection: Selection, report: Report, options: Options) -> None:
         self.part, self.selection, self.report, self.options = part, selection, report, options
         self.named = dict(part.model.named_modules())
         self.checker = Checker(options.numerics, options.verify)
-        contents = Contents()
+        samples = TensorSamples()
         quantises = options.numerics == "fp8" and part.denoises
-        self.fp8_layers = Fp8Layers(self.checker, contents) if quantises else None
+        self.fp8_layers = Fp8Layers(self.checker, samples) if quantises else None
         self.fusions = Fusions(
             options.numerics,
             None if options.backend == "auto" else options.backend,
             norm_kinds.survey(self.named.values()),
-            contents=contents,
+            samples=samples,
             fp8_layers=self.fp8_layers,
         )
-        self.checker.changed = self.fusions.look_again
+        self.checker.changed = self.fusions.forget_norms
         self.injection = Injection(ref(part.model), self.checker)
         self.lines: Counter[Line] = Counter()
 
-    def made(self) -> Injection:
+    def make(self) -> Injection:
         self._replace_modules()
         if self.fp8_layers is not None:
             self._quantise(self.fp8_layers)
@@ -112,7 +112,7 @@ class _Plan:
         return self.injection
 
     def _replace_modules(self) -> None:
-        """Give each module that a recipe is for its new forward; those of one class share one."""
+        """Choose new forwards for modules that match a recipe; one class shares one forward."""
         made: dict[tuple[int, type], Forward] = {}
         covered: dict[nn.Module, str] = {}
         for name, module in self.named.items():
@@ -135,7 +135,7 @@ class _Plan:
             self._note(name, module, f"in {covered[module]}" if module in covered else patch.does)
 
     def _left_alone(self, name: str, module: nn.Module, patch: Patch | None) -> str | None:
-        """Why a module that a recipe is for keeps its forward, or None."""
+        """Why a module that matches a recipe keeps its forward, or None."""
         if no := self.selection.leaves_out(self.part, name, module):
             return no
         if patch is not None and self.options.numerics == "exact" and patch.not_exact:
@@ -143,7 +143,7 @@ class _Plan:
         return forwards.why_not(module)
 
     def _quantise(self, layers: Fp8Layers) -> None:
-        """Have the linear layers of the blocks run in fp8."""
+        """Choose the fp8 forward for the linear layers of the blocks."""
         check_device(self.part.model)
         forward = layers.forward()
         for name, layer in self.named.items():
@@ -156,7 +156,7 @@ class _Plan:
             self._note(name, layer, None if why else DOES, why)
 
     def _graphs(self) -> Graphs | None:
-        """What captures and replays the model, if the person wants that."""
+        """The CUDA graphs of the model, if the user wants them and it is a part that has any."""
         part = self.part
         wanted = part.encodes and self.selection.leaves_out(part, "", part.model) is None
         if not self.options.graphs or not (part.denoises or wanted):
@@ -168,8 +168,8 @@ class _Plan:
         return graphs
 
     def _replace_models(self, graphs: Graphs | None) -> None:
-        """Give the model, and those inside it that run blocks in order, a forward that knows of the
-        whole: the order of the blocks, the state of the model, its graphs."""
+        """Choose a model forward for the model, and for modules in it that run blocks in order. It
+        handles the order of the blocks, the state of the model, and its graphs."""
         changed = bool(self.injection.forwards)
         replayed = self.part.graphed
         for module in self.named.values():
@@ -184,17 +184,19 @@ class _Plan:
                 )
 
     def _note(self, name: str, module: nn.Module, does: str | None, why: str | None = None) -> None:
-        line = partial(Line, self.part.name, places(name), full_name(type(module)), _weight(module))
+        line = partial(
+            Line, self.part.name, with_wildcards(name), full_name(type(module)), _weight(module)
+        )
         self.lines[line(does, self.options.numerics, why)] += 1
 
 
 def _chain(module: nn.Module) -> Chain | None:
-    """How to find the blocks of a module in the order in which it calls them."""
+    """A function that lists the blocks of a module in the order of their calls, or None."""
     return next((c for r in recipes() if (c := r.chain(module)) is not None), None)
 
 
 def _match(module: nn.Module) -> tuple[bool, Patch | None, str | None]:
-    """Whether a module is of interest, the patch for it, and why it gets none."""
+    """Whether the report lists a module, its patch, and why it has none."""
     why = None
     for recipe in recipes():
         for patch in recipe.patches:
@@ -208,17 +210,17 @@ def _match(module: nn.Module) -> tuple[bool, Patch | None, str | None]:
     return why is not None, None, why
 
 
-# names of modules that a reader of the report expects to find in it
+# class names that a reader expects to find in the report
 _COMPUTES = re.compile(r"Norm|Attention|GLU|FeedForward|MLP|Rotary|Rope|RoPE|PosEmbed")
 
 
-def places(name: str) -> str:
+def with_wildcards(name: str) -> str:
     """transformer_blocks.3.norm1 -> transformer_blocks.*.norm1"""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _weight(module: nn.Module) -> bool | None:
-    """Whether a leaf has a weight of its own."""
+    """Whether a leaf module has a weight; None if it has children."""
     if any(module.children()):
         return None
     return getattr(module, "weight", None) is not None

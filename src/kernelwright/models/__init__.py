@@ -1,4 +1,4 @@
-"""Models to try kernels on: presets built from their configs alone, and models from elsewhere.
+"""Models to try kernels on: presets built from their configs alone, and loaded models.
 
 A preset has the structure of a published model, full size or tiny, and random weights. Nothing is
 downloaded:

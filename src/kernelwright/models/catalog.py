@@ -28,8 +28,8 @@ def build(
 ) -> nn.Module:
     """A preset's model with random weights, in eval mode and with the dtypes of `from_pretrained`.
 
-    Weights are drawn on `device`; "meta" gives the structure of the largest without memory. The
-    random state of torch stays as it was.
+    Weights are drawn on `device`; "meta" gives the structure without memory, at any size. The
+    random state of torch is unchanged.
 
     >>> build("flux-dev", device="meta").config.num_layers
     19
@@ -64,7 +64,7 @@ def preset(name: str) -> Preset:
 
 
 def suggestion(name: str) -> str:
-    """The presets whose names are near `name`, or all of them."""
+    """The presets whose names are similar to `name`, or all of them."""
     near = difflib.get_close_matches(name, _by_name(), cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"

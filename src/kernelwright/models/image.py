@@ -1,4 +1,4 @@
-"""Presets of image models, as diffusers holds them. Inputs are one step of denoising."""
+"""Presets of diffusers' image models. Inputs are those of one denoising step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _flux(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]
         "hidden_states": draw.normal(batch, height * width, config["in_channels"]),
         "encoder_hidden_states": draw.normal(batch, text, config["joint_attention_dim"]),
         "pooled_projections": draw.normal(batch, config["pooled_projection_dim"]),
-        # the model multiplies both by 1000 in its dtype: numbers that bfloat16 then still holds,
-        # so that a float32 run of it is given the same
+        # the model multiplies both by 1000 in its dtype: values that stay exact in bfloat16, so
+        # that a float32 run gets the same inputs
         "timestep": draw.timestep(500.0, batch).to(draw.dtype) / 1000,
         "guidance": draw.timestep(4.0, batch),
         "img_ids": places.to(draw.device, draw.dtype),
@@ -97,7 +97,7 @@ SD3_5_MEDIUM = Preset(
     },
     tiny_config={
         "sample_size": 8,
-        "num_layers": 5,  # two dual ones, two plain ones, and the last, which drops the text
+        "num_layers": 5,  # two dual, two plain, and the last, which drops the text
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
         "caption_projection_dim": 128,

@@ -1,4 +1,4 @@
-"""Presets of language models, as transformers holds them. Inputs are a prefill without a cache."""
+"""Presets of transformers' language models. Inputs are those of a prefill without a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .preset import Draw, Preset, Sizes
 
 SIZES = {"batch": 1, "tokens": 4096}
 TINY_SIZES = {"batch": 1, "tokens": 16}
-# what all of them but Falcon name alike
+# names that all of them share, except Falcon
 TINY = {
     "vocab_size": 256,
     "hidden_size": 256,

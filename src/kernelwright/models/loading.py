@@ -29,9 +29,9 @@ def load(
     """A model or a diffusers pipeline in eval mode.
 
     `source` is the name of a preset, a folder that `save_pretrained` wrote, or the id of a
-    repository on the Hub, "owner/name". On the "meta" device nothing but configs is read. Code that
-    comes with a model is never run. Weights are read from safetensors; from pickles (.bin) only
-    with `allow_pickle`, where there are no others, and then tensors and nothing else.
+    repository on the Hub, "owner/name". On the "meta" device only configs are read. Code that comes
+    with a model is never run. Weights are read from safetensors; from pickles (.bin) only with
+    `allow_pickle`, if there are no safetensors, and then tensors only.
 
     >>> load("qwen3-8b", device="meta").config.num_hidden_layers
     36
@@ -58,11 +58,11 @@ def load(
 
 
 def _pretrained(cls: Any, library: str, source: str, dtype: torch.dtype, allow_pickle: bool) -> Any:
-    """`from_pretrained` with the weights that may be read: left to themselves both libraries take
-    pickles where there is nothing else."""
+    """`from_pretrained` with the allowed weight files: by default both libraries read pickles if
+    there is nothing else."""
     how = _cast(library, dtype)
     if allow_pickle:
-        # diffusers has no such argument, and never unpickles otherwise
+        # diffusers has no such argument, and always loads weights only
         safely = {"weights_only": True} if library == "transformers" else {}
         return cls.from_pretrained(source, **safely, **how)
     try:
@@ -71,7 +71,7 @@ def _pretrained(cls: Any, library: str, source: str, dtype: torch.dtype, allow_p
         why = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{source}: its weights cannot be read from safetensors ({why}). Pickled weights "
-            f"are read only if asked for: load(..., allow_pickle=True) if you trust their source; "
+            f"are read only on request: load(..., allow_pickle=True) if you trust their source; "
             f"then save_pretrained writes them as safetensors"
         ) from error
 
@@ -88,7 +88,7 @@ def _read(source: str, file: str) -> dict[str, Any] | None:
 
     try:
         return json.loads(Path(huggingface_hub.hf_hub_download(source, file)).read_text())
-    except EntryNotFoundError:  # there, or, without a network, in the cache
+    except EntryNotFoundError:  # on the Hub, or, without a network, in the cache
         return None
     except OSError as error:
         raise _nothing(source, str(error)) from error
@@ -96,7 +96,7 @@ def _read(source: str, file: str) -> dict[str, Any] | None:
 
 def _nothing(source: str, why: str) -> ValueError:
     return ValueError(
-        f"{source!r} is no preset, no model in a folder and none on the Hub ({why}); "
+        f"{source!r} is not a preset, a folder with a model or a model on the Hub ({why}); "
         f"{suggestion(source)}"
     )
 
@@ -115,12 +115,12 @@ def _class_of(source: str, config: dict[str, Any]) -> tuple[str, str]:
 def _find(source: str, library: str, name: str) -> Any:
     module = importlib.import_module(library)
     if not hasattr(module, name):
-        raise ValueError(f"{source}: the {library} that is installed has no {name}")
+        raise ValueError(f"{source}: the installed {library} has no {name}")
     return getattr(module, name)
 
 
 def _cast(library: str, dtype: torch.dtype) -> dict[str, Any]:
-    """`from_pretrained`'s argument for a dtype, which diffusers before 0.42 calls otherwise."""
+    """The dtype argument of `from_pretrained`; diffusers before 0.42 calls it torch_dtype."""
     if library == "diffusers":
         import diffusers
 
@@ -144,7 +144,7 @@ def _empty(cls: Any, source: str, subfolder: str | None, dtype: torch.dtype) -> 
 
 
 def _empty_pipeline(source: str, index: dict[str, Any], dtype: torch.dtype) -> Any:
-    """A pipeline whose models are on the meta device; its tokenizers and schedulers are whole."""
+    """A pipeline whose models are on the meta device; tokenizers and schedulers are loaded."""
     parts: dict[str, Any] = {}
     for name, value in index.items():
         if name.startswith("_"):

@@ -1,4 +1,4 @@
-"""LTX-Video from prompt to frames, with random weights and a tokenizer made here."""
+"""The LTX-Video pipeline, with random weights and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ltx_pipeline(
 ) -> Any:
     """diffusers' LTXPipeline with random weights: it turns a prompt into frames of noise.
 
-    All of it is there: tokenizer, T5 encoder, transformer, scheduler and autoencoder.
+    It is complete: tokenizer, T5 encoder, transformer, scheduler and autoencoder.
 
     >>> pipe = ltx_pipeline(tiny=True, dtype=torch.float32)
     >>> size = {"num_frames": 9, "height": 64, "width": 96}
@@ -112,7 +112,7 @@ def ltx_pipeline(
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer with T5's special tokens, and one token a byte of the prompt."""
+    """A tokenizer with T5's special tokens, and one token per byte of the prompt."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -136,7 +136,7 @@ def byte_tokenizer() -> Any:
 
 
 def _draw_statistics(vae: Any, seed: int) -> None:
-    """Means and deviations of the latents: the constructor's zeros and ones would hide them."""
+    """Draw mean and deviation of the latents: the default zeros and ones would hide mistakes."""
     generator = torch.Generator().manual_seed(seed)
     shape = vae.latents_mean.shape
     vae.latents_mean.copy_(0.3 * torch.randn(shape, generator=generator, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""What a preset is: a published model by name, built from its config alone, and inputs for it."""
+"""A preset: a published model by name, built from its config alone, and inputs for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .weights import random_model
 
 Sizes = Mapping[str, int]
 
-# inputs must not repeat the numbers that the weights of the same seed were drawn from
+# offset of the seed: inputs must not repeat the random numbers of the weights
 INPUTS = 1 << 20
 
 
@@ -36,14 +36,14 @@ class Draw:
         return torch.randint(below, shape, generator=self._generator).to(self.device)
 
     def timestep(self, value: float, batch: int) -> Tensor:
-        """A step of a scheduler as pipelines pass it on: one number, expanded. [batch]"""
+        """A scheduler's timestep as pipelines pass it: one number, expanded. [batch]"""
         kind = torch.float32 if isinstance(value, float) else torch.int64
         return torch.tensor(value, device=self.device, dtype=kind).expand(batch)
 
     def mask(self, batch: int, tokens: int) -> Tensor:
         """True for a word, False for padding [batch, tokens].
 
-        Every other prompt, the first included, is short, as the empty prompt of guidance is.
+        Every other prompt, starting with the first, is short, like the empty prompt of guidance.
         """
         short = torch.arange(batch) % 2 == 0
         words = torch.where(short, max(tokens // 4, 1), tokens)
@@ -59,12 +59,12 @@ class Preset:
     library: str
     class_name: str
     config: Mapping[str, Any]
-    tiny_config: Mapping[str, Any]  # what the tiny one has otherwise
+    tiny_config: Mapping[str, Any]  # what differs in the tiny one
     sizes: Sizes
     tiny_sizes: Sizes
     make_inputs: Callable[[Draw, Mapping[str, Any], Sizes], dict[str, Any]]
     pixels: int = 1  # heights and widths are multiples of it
-    frames: int = 1  # numbers of frames are one above a multiple of it
+    frames: int = 1  # the number of frames is a multiple of it plus 1
 
     def build(
         self,
@@ -76,7 +76,7 @@ class Preset:
     ) -> nn.Module:
         """The model with random weights, in eval mode and with the dtypes of `from_pretrained`.
 
-        On the "meta" device it has its structure and takes no memory.
+        On the "meta" device it has the structure but takes no memory.
         """
         return random_model(
             self.library,

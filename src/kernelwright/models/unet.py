@@ -1,4 +1,4 @@
-"""The preset of SDXL's UNet, as diffusers holds it. Inputs are one step of denoising."""
+"""The preset of SDXL's UNet. Inputs are those of one denoising step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .preset import Draw, Preset, Sizes
 
 def _sdxl(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     batch, height, width = sizes["batch"], sizes["height"], sizes["width"]
-    # original size, corner of the crop, wanted size
+    # original size, corner of the crop, target size
     micro = torch.tensor([height, width, 0, 0, height, width], dtype=draw.dtype)
     pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
     return {
@@ -52,7 +52,7 @@ SDXL_UNET = Preset(
         "norm_eps": 1e-5,
         "cross_attention_dim": 2048,
         "transformer_layers_per_block": (1, 2, 10),
-        # heads of each level, whatever its name says
+        # despite its name, the number of heads of each level
         "attention_head_dim": (5, 10, 20),
         "dual_cross_attention": False,
         "use_linear_projection": True,

@@ -1,4 +1,4 @@
-"""Presets of video models, as diffusers holds them. Inputs are one step of denoising."""
+"""Presets of diffusers' video models. Inputs are those of one denoising step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _ltx(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
         "num_frames": frames,
         "height": height,
         "width": width,
-        # seconds a latent frame at 25 frames a second, pixels a latent cell
+        # seconds per latent frame at 25 frames per second, pixels per latent cell
         "rope_interpolation_scale": (8 / 25, 32, 32),
         "return_dict": False,
     }

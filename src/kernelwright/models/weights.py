@@ -1,7 +1,7 @@
-"""Models with random weights: what `from_pretrained` would leave, without a checkpoint.
+"""Models with random weights: what `from_pretrained` would return, without a checkpoint.
 
-A model of ones and zeros hides mistakes: a norm weight that is never read, a gate that shuts its
-branch. So every parameter is drawn, and drawn so that activations neither grow nor fade with depth.
+Weights of ones and zeros hide mistakes: a norm weight that is never read, a gate that shuts off its
+branch. So every parameter is random, scaled so that activations neither grow nor fade with depth.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SPREAD = 0.1  # of norm weights around 1, and of biases around 0
-TABLE_SPREAD = 0.5  # of the tables that modulations are read from
+SPREAD = 0.1  # standard deviation of norm weights around 1, and of biases around 0
+TABLE_SPREAD = 0.5  # the same of modulation tables around 0
 
-# sharper than the usual 1: an even attention averages thousands of tokens to almost nothing
+# sharper than the usual 1: uniform attention would average thousands of tokens to almost nothing
 QUERY_KEY_GAIN = 1.5
 QUERY_KEY = re.compile(
     r"\b(to_[qk]|add_[qk]_proj|[qk]_proj|norm(_added)?_[qk]|[qk]_norm|query_key_value)\.weight$"
@@ -38,7 +38,7 @@ def random_model(
 ) -> nn.Module:
     """A model of `library` with random weights in eval mode, drawn on `device`.
 
-    A seed gives one set of weights on one kind of device, the same in every dtype but for rounding.
+    A seed gives the same weights on one kind of device, in every dtype up to rounding.
     """
     device = torch.device(device)
     cls = getattr(importlib.import_module(library), class_name)
@@ -67,7 +67,7 @@ def random_model(
 
 
 def empty_model(construct: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """What `construct` makes, on the meta device: its structure and dtypes, and no memory."""
+    """The model of `construct` on the meta device: structure and dtypes, without memory."""
     with _constructing(dtype), torch.device("meta"):
         model = construct()
     return _settle(model, dtype, torch.device("meta"), lambda path, module, parameter: parameter)
@@ -75,7 +75,7 @@ def empty_model(construct: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Mo
 
 @contextmanager
 def _constructing(dtype: torch.dtype) -> Iterator[None]:
-    """`dtype` is the default, as in `from_pretrained`; the caller's random state is kept."""
+    """Make `dtype` the default, as `from_pretrained` does; keep the caller's random state."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -103,7 +103,7 @@ def _settle(
             data = value(path, module, parameter.detach()).to(dtype_of(path))
             module.register_parameter(name, nn.Parameter(data, parameter.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            # what no checkpoint holds, from_pretrained leaves as the constructor made it
+            # from_pretrained leaves buffers that no checkpoint holds as constructed
             loaded = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
             kind = dtype_of(f"{prefix}.{name}") if loaded else buffer.dtype
             setattr(module, name, buffer.to(device, kind))
@@ -131,7 +131,7 @@ def _law(path: str, module: nn.Module, parameter: Tensor) -> tuple[float, float]
     if path.endswith("weight"):
         width = parameter[0].numel()
         if isinstance(module, nn.Embedding):
-            # between the 1 of a residual and the 1 / sqrt(width) of the head it may be tied to
+            # between 1, for the residual stream, and 1 / sqrt(width), for a head tied to it
             return 0.0, width**-0.25
         gain = QUERY_KEY_GAIN / 8 if T5_QUERY.search(path) else gain
         return 0.0, gain / width**0.5

@@ -1,4 +1,4 @@
-"""What a model calls. Every folder here declares its ops; this module only finds the folders."""
+"""What a model calls. Every folder here declares its ops; this file imports the folders."""
 
 from __future__ import annotations
 

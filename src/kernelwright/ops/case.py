@@ -1,4 +1,4 @@
-"""A case: one set of arguments of an op, made for any device, dtype and seed."""
+"""A case: one set of arguments of an op, for any device, dtype and seed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where a case's random tensors come from; values are drawn on the CPU, the same everywhere.
-    `scale` and `mean` stretch and move all of them."""
+    """Draws a case's random tensors, on the CPU, so that values are the same on every machine.
+    `scale` and `mean` apply to all of them."""
 
     dtype: torch.dtype
     device: str = "cpu"
@@ -22,7 +22,7 @@ class Inputs:
     mean: float = 0.0
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-        """[*shape], normal; another call gives other values."""
+        """[*shape], normally distributed; each call draws new values."""
         if self.device == "meta":
             return torch.empty(shape, dtype=self.dtype, device="meta")
         generator = self._generator(shape)
@@ -31,11 +31,11 @@ class Inputs:
         return values.to(self.dtype).to(self.device)
 
     def weight(self, *shape: int) -> Tensor:
-        """[*shape], around one, as norm weights are."""
+        """[*shape], around one, like norm weights."""
         return self.normal(*shape, scale=0.3, mean=1.0)
 
     def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """cos and sin tables [*shape] in float32, as models hand them over."""
+        """cos and sin tables [*shape] in float32, as models pass them."""
         if self.device == "meta":
             table = torch.empty(shape, device="meta")
             return table, table
@@ -55,14 +55,14 @@ class Inputs:
     _drawn: Any = None
 
 
-# arguments of an op for so many rows of a width, as the eager chain named last takes them
+# (inputs, rows, width, chain) -> arguments of an op, as that eager chain takes them
 Sized = Callable[[Inputs, int, int, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`arguments(inputs)` gives the op's arguments by name. `large` cases time kernels on a GPU
-    and stay out of the CPU tests; `preset` groups them by the model the shape comes from."""
+    """`arguments(inputs)` gives the op's arguments by name. `large` cases time kernels on a GPU and
+    are left out of the CPU tests; `preset` names the model that the shape comes from."""
 
     name: str
     arguments: Callable[[Inputs], dict[str, Any]]

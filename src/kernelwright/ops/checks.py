@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# what Python has for a type of a schema, and what an error says is expected
+# schema type -> accepted Python types, and what an error message says is expected
 KINDS: Mapping[str, tuple[Any, str]] = {
     "float": (int | float | torch.SymFloat | torch.SymInt, "a number"),
     "int": (int | torch.SymInt, "a whole number"),
@@ -21,8 +21,8 @@ LARGEST = sys.float_info.max
 
 
 def kinds(op: str, arguments: Sequence[tuple[str, str]], values: Sequence[Any]) -> None:
-    """That each value is of the type which the schema gives its argument. A number in a tensor is
-    none: a plan keeps numbers, and what a tensor holds may change."""
+    """Check each value against the type in the schema. A tensor is not a number: a plan keeps
+    numbers, and the value in a tensor may change."""
     for (name, kind), value in zip(arguments, values, strict=True):
         if kind.startswith("Tensor"):
             if value is not None or not kind.endswith("?"):
@@ -30,7 +30,7 @@ def kinds(op: str, arguments: Sequence[tuple[str, str]], values: Sequence[Any]) 
             continue
         types, expected = KINDS.get(kind, (object, "another value"))
         if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-            # a word or a switch is one of a few values, as `choice` has it
+            # strings and bools are one of a few values: a ValueError, as from `choice`
             error = ValueError if kind in ("bool", "str") else TypeError
             raise error(f"{op}: {name} is {shown(value)}, expected {expected}")
 
@@ -38,7 +38,7 @@ def kinds(op: str, arguments: Sequence[tuple[str, str]], values: Sequence[Any]) 
 def how(
     op: str, exact: Any, chains: Iterable[str], backend: Any, backends: tuple[str, ...]
 ) -> None:
-    """The chain and the backend that a call names."""
+    """Check the names of the eager chain and of the backend."""
     if exact is not None and not (isinstance(exact, str) and exact in chains):
         known = ", ".join(map(repr, chains)) or "none"
         raise ValueError(f"{op}: exact is {shown(exact)}, known chains are {known}")
@@ -47,7 +47,7 @@ def how(
 
 
 def common(op: str, values: Mapping[str, Any]) -> None:
-    """What holds for every op: dense floating tensors on one device, finite numbers, a sane eps."""
+    """Checks of every op: dense floating tensors on one device, finite numbers, eps >= 0."""
     first: tuple[str, Tensor] | None = None
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -111,7 +111,7 @@ def like(op: str, name: str, value: Any, other: Tensor, against: str) -> None:
 
 
 def choice(op: str, name: str, value: Any, accepted: Sequence[Any]) -> None:
-    # by type first: 1 is no True, and a tensor or an array compares element by element
+    # the type first: 1 == True, and tensors and arrays compare element by element
     if not isinstance(value, type(accepted[0])) or value not in accepted:
         raise ValueError(f"{op}: {name} is {shown(value)}, expected one of {tuple(accepted)}")
 
@@ -124,12 +124,12 @@ def finite(op: str, name: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """What came, in a few words: a tensor may be large, and a number have a million digits."""
+    """A value as errors print it, kept short: a number may have a million digits."""
     if isinstance(value, Tensor):
         return "a tensor"
     try:
         text = repr(value)
-    except Exception:  # it is the caller's object, or has too many digits for Python
+    except Exception:  # repr of the caller's object fails, or the number has too many digits
         text = ""
     return text if 0 < len(text) <= 60 else f"of type {type(value).__name__}, too long to show"
 
@@ -147,7 +147,7 @@ def outputs(
         if o is None:
             continue
         dense(op, name, o)
-        # torch.compile cannot ask, and copies into it with the sign that it has
+        # torch.compile cannot trace is_neg, and its copy into such a view is right anyway
         if not torch.compiler.is_compiling() and o.is_neg():
             raise ValueError(
                 f"{op}: {name} is a negative view (its is_neg() is True), whose memory has the "

@@ -1,36 +1,39 @@
-"""What autograd, forward-mode tangents and torch.func make of torch.ops.kernelwright.<name>.
+"""Gradients of torch.ops.kernelwright.<name>, and its behaviour under torch.func and tangents.
 
 The gradient is that of the reference, recomputed in float32: statistics and weight gradients
-accumulate in float32, nothing saved is overwritten, and a call that needs no gradient pays nothing.
-It is one op of its own, so that torch.compile sees one node. A gradient that is to be
-differentiated again (create_graph=True) runs the reference in the open, where autograd records it.
+accumulate in float32, no saved tensor is overwritten, and a call without gradients pays nothing.
+The backward is an op of its own, so torch.compile sees one node. For a gradient of the gradient
+(create_graph=True) the reference runs where autograd records it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import library
+from ..backends.torch_internals import (
+    after_autograd,
+    any_requires_grad,
+    below_autograd,
+    is_batched_gradient,
+    schema_of,
+)
+from . import library, selection
+from .op_protocol import DeclaredOp
 from .transforms import transformed
 
-if TYPE_CHECKING:
-    from .op import Op
-
 Function = Callable[..., Any]
-# the incoming gradients of torch.autograd.grad(..., is_grads_batched=True)
-_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def record(op: Op) -> None:
-    """Give an op, and the node that graphs without gradients call, what this module is about."""
+def record(op: DeclaredOp) -> None:
+    """Register an op's gradient, and the transforms of both its node and its unrecorded node."""
 
     def steps(*values: Any) -> Any:
         *args, exact, backend = values
-        return op.in_steps(tuple(args), exact or None, backend or op.surrounding())
+        return op.in_steps(tuple(args), exact or None, backend or selection.current.get())
 
     arguments = library.split(op.schema)[0]
     recompute(op.library_op, op.name, arguments, op.reference, steps)
@@ -45,15 +48,15 @@ def recompute(
     steps: Function,
     twice: Function | None = None,
 ) -> None:
-    """Give torch.ops.kernelwright.<name> the gradient of `function`, which is run again for it.
+    """Give torch.ops.kernelwright.<name> the gradient of `function`, recomputed in the backward.
 
-    `arguments` are those of the schema that the function takes; `steps` takes all of them and
-    computes the op in PyTorch's own; `twice` has a gradient that has a gradient, by default
-    `function`.
+    `arguments` are the schema's arguments that `function` takes; `steps` takes all arguments and
+    computes the op with PyTorch ops; `twice` replaces `function` where the gradient itself is
+    differentiated.
     """
     plain = ", ".join(a.split("=")[0] for a in arguments)
     count = len(arguments)
-    in_the_open = twice or function
+    differentiated_again = twice or function
 
     def run(grads: list[Tensor], *values: Any) -> list[Tensor]:
         *args, wanted = values
@@ -79,9 +82,10 @@ def recompute(
     ) -> list[Tensor]:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # views are new ends: a path from one argument to another does not count twice
+            # views make new leaves: if one argument was computed from another, its path is not
+            # counted twice
             parts = [a.view_as(a) if w else a for a, w in zip(args, wanted, strict=True)]
-            outs = in_the_open(*parts)
+            outs = differentiated_again(*parts)
         sources = [a for a, w in zip(parts, wanted, strict=True) if w]
         got = _derived(outs, sources, grads, create_graph=create_graph)
         return [torch.zeros_like(s) if g is None else g for g, s in zip(got, sources, strict=True)]
@@ -99,7 +103,11 @@ def recompute(
             saved = iter(ctx.saved_tensors)
             args = [next(saved) if v is None else v[0] for v in ctx.values]
             wanted = [bool(n) for n in ctx.needs_input_grad[1 : count + 1]]
-            if torch.is_grad_enabled() or transformed((*grads, *args)) or any(map(_batched, grads)):
+            if (
+                torch.is_grad_enabled()
+                or transformed((*grads, *args))
+                or any(map(is_batched_gradient, grads))
+            ):
                 got = iter(differentiable(grads, args, wanted))
             else:
                 got = iter(again(list(grads), *args, wanted))
@@ -112,15 +120,15 @@ def recompute(
 def _transformable(
     defined: Any, name: str, steps: Function, recorded: type[torch.autograd.Function] | None
 ) -> None:
-    """Run `steps` where PyTorch transforms a call; else record it, if there is a gradient."""
-    defaults = [a.default_value for a in defined._schema.arguments]
+    """Run `steps` where torch.func or a tangent transforms a call; else record its gradient."""
+    defaults = [a.default_value for a in schema_of(defined).arguments]
 
     def call(keyset: Any, *values: Any) -> Any:
         # the dispatcher drops trailing arguments that hold their default
         values = (*values, *defaults[len(values) :])
         if transformed(values):
             return steps(*values)
-        if recorded and torch.is_grad_enabled() and torch._C._any_requires_grad(*values):
+        if recorded and torch.is_grad_enabled() and any_requires_grad(*values):
             return recorded.apply(keyset, *values)
         return _below(defined, keyset, values)
 
@@ -131,23 +139,23 @@ def _transformable(
 
 
 def _below(defined: Any, keyset: Any, values: tuple[Any, ...]) -> Any:
-    """The call as the dispatcher goes on with it after autograd."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return defined.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+    """Redispatch below autograd."""
+    with below_autograd():
+        return defined.redispatch(keyset & after_autograd, *values)
 
 
 def _derived(
     outs: Any, sources: list[Tensor], grads: Sequence[Tensor], **how: Any
 ) -> Sequence[Tensor | None]:
     outs = outs if isinstance(outs, tuple) else (outs,)
-    # an output may not depend on what is wanted: a residual sum on the weight
+    # an output need not depend on any source: a residual sum does not depend on the weight
     reached = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad]
     ends, incoming = [o for o, _ in reached], [g for _, g in reached]
     return torch.autograd.grad(ends, sources, incoming, allow_unused=True, **how)
 
 
 def _own(grad: Tensor | None, source: Tensor, taken: set[int]) -> Tensor:
-    """A gradient in memory of its own, laid out as the fake kernel promised."""
+    """The gradient in memory of its own, with the strides that the fake kernel promised."""
     like = torch.empty_like(source)
     if grad is None:
         return like.zero_()

@@ -1,25 +1,26 @@
 """How an op becomes torch.ops.kernelwright.<name>: schema, kernel, fake kernel.
 
-Eager calls never come here; torch.compile, autograd, tensor subclasses and dispatch modes do.
+Eager calls skip this; torch.compile, autograd, tensor subclasses and dispatch modes come here.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .written import compile_around
-
-if TYPE_CHECKING:
-    from .op import Op
+from ..backends.torch_internals import parse_schema
+from .call_codegen import compile_direct
+from .op_protocol import DeclaredOp
+from .selection import current
 
 # the name of the package: a Hub package is a copy of this folder under a name of its own
 NAMESPACE = __name__.partition(".")[0]
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-# every op also takes the chain to reproduce and the backend, so that a graph keeps both; an empty
-# backend is the one of the `use_backend` around the graph when it runs
+# every op also takes the eager chain to reproduce and the backend, so that a graph keeps both; with
+# an empty backend it asks for the surrounding `use_backend` each time it runs
 _HOW = 'str exact="", str backend=""'
 
 
@@ -32,7 +33,7 @@ def arguments(schema: str) -> list[tuple[str, str]]:
 def define(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Make torch.ops.kernelwright.<name> from what it runs and what it says of its outputs."""
+    """Define torch.ops.kernelwright.<name>: `run` is its kernel, `fake` describes its outputs."""
     _library.define(name + schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
@@ -44,25 +45,28 @@ def define_unrecorded(
     schema: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],
-    op: Op | None = None,
+    op: DeclaredOp | None = None,
 ) -> Callable[..., Any]:
-    """The same for graphs of torch.compile in which no gradient is recorded. A call of it with
-    plain tensors goes around the dispatcher, which takes longer for an op in Python than the rest
-    of the call does: straight to `run`, or to the plans of `op`."""
+    """The same for graphs of torch.compile in which no gradient is recorded. A call with plain
+    tensors runs `run`, or the plan of `op`, without the dispatcher: for an op in Python that takes
+    longer than the rest of the call."""
     defined: Any = define(name, schema, run, fake)
-    given = ", ".join(a.split(None, 1)[1] for a in split(schema)[0])
-    # what torch.ops.kernelwright.<name>.default calls; whoever traces it brings other tensors
-    if through := getattr(defined, "_op", None):
-        defined._op = compile_around(arguments(schema), given, through, run, op)
+    parameters = ", ".join(a.split(None, 1)[1] for a in split(schema)[0])
+    overload = type(defined)
+    dispatched = functools.partial(overload.__call__, defined)
+    call = compile_direct(arguments(schema), parameters, dispatched, run, op)
+    # a subclass for its __call__ alone: the object keeps its identity and its hash, and tracing
+    # knows it as the OpOverload that it is
+    defined.__class__ = type("DirectOverload", (overload,), {"__call__": call})
     return defined
 
 
-def register(op: Op) -> Callable[..., Any]:
+def register(op: DeclaredOp) -> Callable[..., Any]:
     """Define the functional op with its fake kernel."""
 
     def run(*values: Any) -> Any:
         *args, exact, backend = values
-        return op.compute(tuple(args), None, exact or None, backend or op.surrounding(), False)
+        return op.compute(tuple(args), None, exact or None, backend or current.get(), False)
 
     def fake(*values: Any) -> Any:
         *args, exact, backend = values
@@ -74,7 +78,7 @@ def register(op: Op) -> Callable[..., Any]:
     return define(op.name, _with_how(op), run, fake)
 
 
-def register_unrecorded(op: Op) -> Callable[..., Any]:
+def register_unrecorded(op: DeclaredOp) -> Callable[..., Any]:
     """Define `<name>_unrecorded` for graphs of torch.compile in which no gradient is recorded."""
 
     def run(*values: Any) -> Any:
@@ -85,7 +89,7 @@ def register_unrecorded(op: Op) -> Callable[..., Any]:
     return define_unrecorded(name, _with_how(op), _with_defaults(op, run), op.library_op, op)
 
 
-def register_inplace(op: Op) -> Callable[..., Any]:
+def register_inplace(op: DeclaredOp) -> Callable[..., Any]:
     """Define `<name>_`, which overwrites the arguments listed in `op.inplace`."""
     arguments, _ = split(op.schema)
     marks = iter("abcdef")
@@ -96,7 +100,7 @@ def register_inplace(op: Op) -> Callable[..., Any]:
 
     def run(*values: Any) -> None:
         *args, exact, backend = values
-        op.compute(tuple(args), None, exact or None, backend or op.surrounding(), True)
+        op.compute(tuple(args), None, exact or None, backend or current.get(), True)
 
     def fake(*values: Any) -> None:
         *args, exact, backend = values
@@ -107,7 +111,7 @@ def register_inplace(op: Op) -> Callable[..., Any]:
 
 
 def implement(name: str, recorded: Callable[..., Any], batched: Callable[..., Any]) -> None:
-    """What torch.ops.kernelwright.<name> does where autograd sees it, and under torch.vmap."""
+    """Register what torch.ops.kernelwright.<name> does at the autograd key and under torch.vmap."""
     _library.impl(name, recorded, "Autograd", with_keyset=True)
     _library.impl(name, batched, "FuncTorchBatched")
 
@@ -117,7 +121,7 @@ def split(schema: str) -> tuple[list[str], str]:
     return arguments.strip()[1:-1].split(", "), returns.strip()
 
 
-def _with_how(op: Op) -> str:
+def _with_how(op: DeclaredOp) -> str:
     arguments, returns = split(op.schema)
     return f"({', '.join((*arguments, _HOW))}) -> {returns}"
 
@@ -126,9 +130,9 @@ def _name(argument: str) -> str:
     return argument.split("=")[0].split()[-1]
 
 
-def _with_defaults(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The dispatcher drops trailing arguments that hold their default; put them back."""
-    schema = torch._C.parse_schema(f"{NAMESPACE}::{op.name}{op.schema}")
+def _with_defaults(op: DeclaredOp, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Append the defaults: the dispatcher drops trailing arguments that equal theirs."""
+    schema = parse_schema(f"{NAMESPACE}::{op.name}{op.schema}")
     defaults = [a.default_value for a in schema.arguments] + ["", ""]
 
     def call(*values: Any) -> Any:

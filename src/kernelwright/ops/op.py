@@ -5,9 +5,9 @@ checks, the choice of a backend, the fast eager path, the torch.library registra
 kernel and gradient, and the registry that tests, benchmarks and `kernelwright ops` read.
 
 The eager path is a dictionary look-up. A call's *signature* (shapes, strides, dtypes, device and
-plain values) decides everything but the addresses, so checks, backend choice, kernel build, grid
-and scalar arguments are worked out once a signature and kept as a plan; a later call allocates
-its output and launches.
+plain values) decides everything but the addresses. So checks, backend choice, kernel build, grid
+and scalar arguments are worked out once per signature and cached as a plan; later calls allocate
+the output and launch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ import torch
 from torch import Tensor
 
 from ..backends import Launch, Unsupported
-from . import checks, gradient, library, plugins, selection, served
+from ..backends.torch_internals import dispatch_modes
+from . import checks, gradient, hub_servers, library, plugins, selection
+from .call_codegen import compile_call, compile_key
 from .case import Case, Inputs, Sized
+from .composite import Composite
+from .declared_ops import declared, internal
 from .plan import Call, How, LaunchPlan, Plan, eager_plan
+from .plan_cache import PlanCache, layouts, remember
 from .selection import BACKENDS, Choice, use_backend
-from .signature import compile_signature, layouts
 from .transforms import refuse_kernels, transformed
-from .written import compile_call
 
 __all__ = ["Call", "Choice", "Composite", "Op", "registry", "use_backend"]
 
-# signatures kept an op; a service that sees ever new sequence lengths starts over rather than grow
-MAX_PLANS = 4096
-
-_registry: dict[str, Op | Composite] = {}
-
 
 class Kernels(Protocol):
-    """The kernels of an op: what to launch for one signature, on Triton and on CUDA C++."""
+    """The kernels of an op: each method plans the launch for one signature."""
 
     def triton(self, call: Call) -> Launch: ...
     def cuda(self, call: Call) -> Launch: ...
@@ -48,9 +46,10 @@ class Kernels(Protocol):
 class Op:
     """One op. `schema` is a torch.library schema; `exact` maps names to the eager chains whose bits
     the CUDA kernels reproduce; `allocate` makes the outputs for given inputs; `sized` makes inputs
-    of any number of rows and width, for the table of exact widths; `prefer` is the order in which
-    backends are tried on a GPU, by measurement, or a function of the arguments that gives it. An
-    `internal` op is a step of another one: it has no public function, and is not listed."""
+    with any number of rows and any width, for the table of exact widths; `prefer` is the measured
+    order in which backends are tried on a GPU, or a function of the arguments that returns it. An
+    `internal` op is a step of another one: it has no public function and is not listed. `category`
+    is the op's row in profiles, if its name does not say it."""
 
     name: str
     schema: str
@@ -67,20 +66,20 @@ class Op:
     prefer: tuple[str, ...] | Callable[..., tuple[str, ...]] = ("triton", "cuda")
     backends: tuple[str, ...] = ("torch", "triton", "cuda")
     internal: bool = False
+    category: str | None = None
 
     def __post_init__(self) -> None:
         arguments = library.arguments(self.schema)
         self.arguments = tuple(name for name, _ in arguments)
         self._kinds = arguments
-        self._signature = compile_signature(arguments)
-        self._plans: dict[Any, Plan] = {}
-        self.run = compile_call(self, arguments)
-        self.library_op = library.register(self)
-        self.unrecorded_op = library.register_unrecorded(self)
+        self._key = compile_key(arguments)
+        self._plans: PlanCache[Plan] = {}
+        self.run: Callable[..., Any] = compile_call(self, arguments)
+        self.library_op: Callable[..., Any] = library.register(self)
+        self.unrecorded_op: Callable[..., Any] = library.register_unrecorded(self)
         gradient.record(self)
         self.inplace_op = library.register_inplace(self) if self.inplace else None
-        if not self.internal:
-            _registry[self.name] = self
+        (internal if self.internal else declared)[self.name] = self
 
     def __call__(
         self,
@@ -92,10 +91,10 @@ class Op:
     ) -> Any:
         return self.run(*args, out, exact, backend, inplace)
 
-    def carefully(
+    def slow_call(
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str | None, inplace: bool
     ) -> Any:
-        """A call that is traced, that the dispatcher has to see, that is new, or that is wrong."""
+        """A call that is traced, needs the dispatcher, has no plan yet, or has wrong arguments."""
         checks.how(self.name, exact, self.exact, backend, BACKENDS)
         checks.choice(self.name, "inplace", inplace, (True, False))
         if torch.compiler.is_compiling():
@@ -105,15 +104,15 @@ class Op:
             backend = selection.current.get()
         checks.kinds(self.name, self._kinds, args)
         try:
-            # a dispatch mode is to see the op, or PyTorch is to transform it
-            if torch._C._len_torch_dispatch_stack() or transformed(args):
+            # a dispatch mode has to see the op, or torch.func transforms it
+            if dispatch_modes() or transformed(args):
                 return self._dispatched(args, out, exact, backend, inplace)
-            key = self._signature(args, exact, backend, inplace)
+            key = self._key(args, exact, backend, inplace)
             if key is None:
                 return self._dispatched(args, out, exact, backend, inplace)
             hash(key if out is None else (key, layouts(out)))
         except Exception as error:
-            # unhashable, or nothing that PyTorch can take: let the checks name the argument
+            # an unhashable or unusable argument: the checks raise an error that names it
             if not str(error).startswith(f"{self.name}: "):
                 self.validate(args, out, exact, backend, inplace)
             raise
@@ -122,42 +121,35 @@ class Op:
     def compute(
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str, inplace: bool
     ) -> Any:
-        """Run on real tensors, below autograd: find or make the plan of this call, follow it."""
+        """Run on real tensors, below autograd: find or make the plan of the call, and follow it."""
         with torch.no_grad():
-            key = self._signature(args, exact, backend, inplace)
-        if key is None:  # a subclass that reached the bottom of the dispatcher is a tensor to us
+            key = self._key(args, exact, backend, inplace)
+        if key is None:  # a subclass that the dispatcher passed down to here counts as a tensor
             return self._plan(args, out, exact, backend, inplace)(args, out)
         key = key if out is None else (key, layouts(out))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan(args, out, exact, backend, inplace)
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
+            remember(self._plans, key, plan)
         return plan(args, out)
 
     def in_steps(self, args: tuple[Any, ...], exact: str | None, backend: str) -> Any:
-        """Run the reference, or the eager chain, in the open: PyTorch transforms each step."""
+        """Run the reference, or the eager chain, as PyTorch ops, which torch.func can transform."""
         self.validate(args, None, exact, backend)
         refuse_kernels(self.name, backend)
         self._refuse_promotion(args, exact)
         return eager_plan(self, How(exact, "torch", inplace=False, strict=True))(args, None)
 
-    @staticmethod
-    def surrounding() -> str:
-        """The backend of the `use_backend` around this call."""
-        return selection.current.get()
-
     def call(self, arguments: Mapping[str, Any], **how: Any) -> Any:
-        """Call by argument name; what tests, benchmarks and tables use."""
+        """Call by argument name, for tests, benchmarks and tables."""
         return self(*(arguments[n] for n in self.arguments), **how)
 
-    # the two slow roads: through the dispatcher
+    # calls through the dispatcher
 
     def _dispatched(
         self, args: tuple[Any, ...], out: Any, exact: str | None, backend: str, inplace: bool
     ) -> Any:
-        """Autograd, tensor subclasses and dispatch modes see the op as torch.ops.kernelwright.*"""
+        """Call torch.ops.kernelwright.*, for autograd, tensor subclasses and dispatch modes."""
         needs_grad = torch.is_grad_enabled() and any(
             isinstance(a, Tensor) and a.requires_grad for a in args
         )
@@ -207,7 +199,7 @@ class Op:
         choice = self.choose(args, exact, backend)
         how = How(exact, choice.backend, inplace, strict=backend != "auto")
         if choice.backend == "hub":
-            server = served.server(self.name)
+            server = hub_servers.server(self.name)
             assert server is not None
             return eager_plan(self, how, server.run)
         if choice.backend == "torch":
@@ -216,7 +208,8 @@ class Op:
         return self.launch_plan(args, given, how)
 
     def launch_plan(self, args: tuple[Any, ...], out: Any, how: How, alignment: int = 16) -> Plan:
-        """A plan that launches a kernel; where none serves, an error or, unasked, plain PyTorch."""
+        """A plan that launches a kernel. If no kernel can run this: an error where the call named
+        the backend, else plain PyTorch with a warning."""
         try:
             return LaunchPlan(self, args, out, how, alignment).follow
         except Unsupported as no:
@@ -230,7 +223,7 @@ class Op:
             return eager_plan(self, how)
 
     def _refuse_promotion(self, args: tuple[Any, ...], exact: str | None) -> None:
-        """An eager chain may promote tensors of mixed dtypes; the op's result has one dtype."""
+        """Raise if the eager chain would promote mixed dtypes: the op's result has one dtype."""
         if exact is None:
             return
         metas = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in args]
@@ -251,7 +244,7 @@ class Op:
         backend: str = "auto",
         inplace: bool = False,
     ) -> tuple[Tensor | None, ...] | None:
-        """Raise a ValueError or TypeError that names the argument if the call is wrong."""
+        """Raise a ValueError or TypeError that names a wrong argument. Returns `out` as a tuple."""
         checks.how(self.name, exact, self.exact, backend, BACKENDS)
         checks.choice(self.name, "inplace", inplace, (True, False))
         checks.kinds(self.name, self._kinds, args)
@@ -269,7 +262,7 @@ class Op:
         return given
 
     def _given(self, out: Any) -> tuple[Any, ...]:
-        """The outputs that a caller gives: one by itself, of several a tuple."""
+        """`out` as a tuple: a single output is passed by itself, several as a tuple."""
         names = self.outputs
         if len(names) == 1:
             if isinstance(out, tuple):
@@ -283,7 +276,7 @@ class Op:
 
     def choose(self, args: tuple[Any, ...], exact: str | None, backend: str = "auto") -> Choice:
         """The backend that runs this call, and why."""
-        from_hub = served.choose(self.name, args, exact, backend)
+        from_hub = hub_servers.choose(self.name, args, exact, backend)
         if from_hub is not None:
             return from_hub
         tensor = next(a for a in args if isinstance(a, Tensor))
@@ -297,8 +290,8 @@ class Op:
         exact: str | None = None,
         backend: str = "auto",
     ) -> Choice:
-        """The backend for tensors of this device and dtype, and why. Where it goes by the shape:
-        for the first of a model, if it has one."""
+        """The backend for tensors of this device and dtype, and why. If the choice depends on the
+        shape: for the first shape of a model, or else the last case."""
         if not callable(self.prefer):
             return self._choose(self.prefer, device, dtype, exact, backend)
         case = next((c for c in self.cases if c.large), self.cases[-1])
@@ -316,7 +309,7 @@ class Op:
         exact: str | None,
         backend: str,
     ) -> Choice:
-        """Among the backends that this op has a kernel for."""
+        """Choose among the backends that this op has a kernel for."""
         kind = "cuda" if backend == "aot" else backend
         if kind in ("triton", "cuda") and kind not in self.backends:
             has = ", ".join(self.backends)
@@ -327,40 +320,11 @@ class Op:
         return selection.choose(self.name, order, device, dtype, exact, backend)
 
     def forget(self) -> None:
-        """Drop every plan, after what they were made from has changed."""
+        """Clear the cached plans, after something that they depend on has changed."""
         self._plans.clear()
-
-
-@dataclass(eq=False)
-class Composite:
-    """A public function made of other ops or of PyTorch's own: listed, tested and timed like an op,
-    with no kernel or torch.library entry of its own."""
-
-    name: str
-    formula: str
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
-    cases: Sequence[Case]
-    chooser: Callable[[torch.device, torch.dtype], Choice]
-    exact: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    backends: tuple[str, ...] = ("torch",)
-
-    def __post_init__(self) -> None:
-        _registry[self.name] = self
-
-    def choose_for(
-        self, device: torch.device, dtype: torch.dtype, exact: str | None = None
-    ) -> Choice:
-        """What runs for tensors of this device and dtype, and why."""
-        if exact:
-            return Choice("torch", "PyTorch's own kernels")
-        return self.chooser(device, dtype)
-
-    def call(self, arguments: Mapping[str, Any], **how: Any) -> Any:
-        return self.function(**arguments, **how)
 
 
 def registry() -> dict[str, Op | Composite]:
     """Every declared op by name, those of other packages included."""
     plugins.load()
-    return dict(sorted(_registry.items()))
+    return dict(sorted(declared.items()))

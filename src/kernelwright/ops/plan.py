@@ -1,7 +1,7 @@
 """A plan: what a call of one signature does, worked out once.
 
-The first call of a signature checks its arguments, chooses a backend and builds a kernel; what it
-leaves behind is a plan. Following it allocates the outputs, collects addresses and launches.
+The first call of a signature checks its arguments, chooses a backend, builds a kernel and leaves a
+plan. Following the plan allocates the outputs, collects addresses and launches.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
 from ..backends import Launch, Target
-from .written import compile_follow
-
-if TYPE_CHECKING:
-    from .op import Op
+from .call_codegen import compile_follow
+from .op_protocol import DeclaredOp
 
 Plan = Callable[[tuple[Any, ...], Any], Any]
 
 
 class Call(dict[str, Any]):
-    """One call as a kernel planner sees it: arguments and outputs by name, and what to aim for."""
+    """One call as a kernel planner sees it: arguments and outputs by name, and the target GPU."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class Call(dict[str, Any]):
 
 @dataclass(frozen=True)
 class How:
-    """What a call asks for besides its arguments; `strict` if it named the backend itself."""
+    """The options of a call; `strict` if the caller named the backend."""
 
     exact: str | None
     backend: str
@@ -54,7 +52,7 @@ class How:
     strict: bool
 
 
-def eager_plan(op: Op, how: How, function: Callable[..., Any] | None = None) -> Plan:
+def eager_plan(op: DeclaredOp, how: How, function: Callable[..., Any] | None = None) -> Plan:
     """Run `function`, by default the reference, or the eager chain that `exact` names."""
     if function is None:
         function = op.exact[how.exact] if how.exact else op.reference
@@ -65,7 +63,7 @@ def eager_plan(op: Op, how: How, function: Callable[..., Any] | None = None) -> 
             out = out if len(out) > 1 else out[0]
         result = function(*args)
         if out is None:
-            # with every part absent a chain may hand back its input; an op returns new memory
+            # a chain whose parts are all absent returns its input; an op returns new memory
             return result.clone() if any(result is a for a in args) else result
         if not isinstance(out, tuple):
             return out.copy_(result)
@@ -74,8 +72,8 @@ def eager_plan(op: Op, how: How, function: Callable[..., Any] | None = None) -> 
     return run
 
 
-def changed(op: Op, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The arguments that a call in place overwrites."""
+def changed(op: DeclaredOp, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The arguments that an in-place call overwrites."""
     tensors = tuple(args[op.arguments.index(n)] for n in op.inplace)
     begins = [t.data_ptr() for t in tensors if t.numel()]
     if len(set(begins)) < len(begins):
@@ -85,19 +83,19 @@ def changed(op: Op, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class LaunchPlan:
-    """A signature whose kernel is built. `follow` is what a call runs: written out for this plan,
+    """A signature whose kernel is built. A call runs `follow`, which is generated for this plan
     because a loop over addresses takes as long as the launch."""
 
     def __init__(
         self,
-        op: Op,
+        op: DeclaredOp,
         args: tuple[Any, ...],
         out: tuple[Tensor | None, ...] | None,
         how: How,
         alignment: int,
     ) -> None:
         self.op, self.how = op, how
-        # rows are read along the last dimension; anything else is copied once before the launch
+        # kernels read rows along the last dimension; tensors of other strides are copied first
         self.copied = [i for i, a in enumerate(args) if isinstance(a, Tensor) and _gaps(a)]
         if how.inplace and self.copied:
             name = op.arguments[self.copied[0]]
@@ -116,15 +114,15 @@ class LaunchPlan:
         target = Target.of(device)
         call = Call(values, op=op.name, exact=how.exact, target=target, alignment=alignment)
         launch = _launch(op, how.backend, call)
-        # those that the kernel takes, in its order
+        # the names of the present tensors that the kernel takes, in its order
         self.pointers = [n for n in launch.pointers if n and values[n] is not None]
         self.launch = _on(device, backends.load(launch, values, device, op.name))
-        # Triton's interpreter takes the tensors themselves, wherever they lie
+        # Triton's interpreter takes the tensors themselves, of any alignment
         self.mask = launch.alignment - 1 if device.type == "cuda" else None
         self.follow = self.follow_any if self.copied else compile_follow(self)
 
     def follow_any(self, args: tuple[Any, ...], out: Any) -> Any:
-        """Follow the plan where arguments are copied first, or where there are outputs given."""
+        """Follow the plan where arguments are copied first, or where some outputs are given."""
         args, outs = self._prepared(args, out)
         values = dict(zip(self._names, args + outs, strict=True))
         given = [values[n] for n in self.pointers]
@@ -137,7 +135,7 @@ class LaunchPlan:
         return outs[0] if len(outs) == 1 else outs
 
     def realigned(self, bits: int, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> Any:
-        """Follow the plan for addresses that are only multiples of the lowest set bit."""
+        """Follow a plan for addresses that are aligned to the lowest set bit of `bits` only."""
         alignment = bits & -bits
         plan = self._realigned.get(alignment)
         if plan is None:
@@ -170,7 +168,7 @@ class LaunchPlan:
 
 
 def _on(device: torch.device, launch: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A launch on this GPU; where there are several, another one may be the current one."""
+    """A launch on this GPU, which need not be the current one if there are several."""
     if device.type != "cuda" or torch.cuda.device_count() <= 1:
         return launch
 
@@ -184,8 +182,8 @@ def _on(device: torch.device, launch: Callable[[Any], None]) -> Callable[[Any], 
     return launch_there
 
 
-def _launch(op: Op, backend: str, call: Call) -> Launch:
-    """What to launch; a kernel compiled ahead of time is launched as a CUDA one is."""
+def _launch(op: DeclaredOp, backend: str, call: Call) -> Launch:
+    """The planned launch; "aot" launches the kernel that "cuda" would compile."""
     if backend != "aot":
         return getattr(op.kernels, backend)(call)
     from ..backends import aot

@@ -3,7 +3,7 @@
     [project.entry-points."kernelwright.ops"]
     my_op = "my_op"
 
-They are imported when the registry is first asked for, not with kernelwright itself.
+They are imported on the first call of `registry`, not with kernelwright itself.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import functools
 import warnings
 from importlib.metadata import entry_points
 
-# a Hub package is a copy of this folder under another name: it takes no plug-ins of ours
+# a Hub package is a copy of this folder under another name: it does not load our plug-ins
 GROUP = f"{__name__.partition('.')[0]}.ops"
 
 
 @functools.cache
 def load() -> None:
-    """Import every package that adds ops. One that fails costs a warning, not the ops of others."""
+    """Import every package that adds ops. One that fails to import gives a warning."""
     for entry in entry_points(group=GROUP):
         try:
             entry.load()

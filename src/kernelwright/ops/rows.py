@@ -1,4 +1,4 @@
-"""Rows and their addresses: broadcast operands, as few leading dimensions as their strides allow.
+"""Rows and their strides: operands broadcast, with as few leading dimensions as possible.
 
 Kernels see a tensor as rows of its last dimension. Leading dimensions are merged where every
 operand's strides permit, so a contiguous [B, S, D] is one dimension of B*S rows, and the same with
@@ -83,7 +83,7 @@ def _broadcast_strides(t: Tensor, lead: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def vector_width(width: int, itemsize: int, alignment: int, strides: Sequence[int]) -> int:
-    """Elements a thread moves at once: up to 16 bytes, and every row must start on a multiple."""
+    """Elements of one vectorised access: up to 16 bytes, and every row starts on a multiple."""
     v = max(1, min(16, alignment) // itemsize)
     while v > 1 and (width % v or any(s % v for s in strides)):
         v //= 2

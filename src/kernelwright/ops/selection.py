@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from .. import backends
+from ..backends.torch_internals import mark_constant
 from . import checks
 
 BACKENDS = ("auto", "torch", "triton", "cuda", "aot", "hub")
 
 current: ContextVar[str] = ContextVar("kernelwright_backend", default="auto")
-# Dynamo cannot trace a ContextVar: a graph either sits inside `use_backend`, which then is on this
-# stack while it is traced, or asks what surrounds it each time it runs
+# Dynamo cannot trace a ContextVar. A `use_backend` inside the traced function is on this stack
+# during tracing; outside of it, the graph reads `current` each time it runs
 _traced: list[str] = []
 SURROUNDING = ""
 
@@ -46,15 +46,8 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def traced() -> str:
-    """The backend of the `use_backend` that is being traced, or what says: ask when it runs."""
+    """The backend of the innermost traced `use_backend`; SURROUNDING means: ask at run time."""
     return _traced[-1] if _traced else SURROUNDING
-
-
-def given(function: Any) -> Any:
-    """Tell torch.compile to take what this returns for a constant. torch.compiler's decorator of
-    that purpose sets the same mark, but imports Dynamo and Triton to do so."""
-    function._dynamo_marked_constant = True
-    return function
 
 
 def surrounding() -> str:
@@ -64,7 +57,7 @@ def surrounding() -> str:
     return current.get()
 
 
-@given
+@mark_constant
 def _around_the_graph() -> str:
     return current.get()
 
@@ -85,8 +78,8 @@ def choose(
     exact: str | None,
     backend: str,
 ) -> Choice:
-    """The backend for tensors of this device and dtype, and why. One that was named is taken or
-    refused, never replaced."""
+    """The backend for tensors of this device and dtype, and why. A named backend is used or raises;
+    it is never replaced."""
     if backend == "torch":
         return Choice("torch", "asked for by name")
     if backend != "auto":

@@ -1,7 +1,7 @@
-"""Calls that PyTorch transforms: torch.func, and the tangents of forward-mode differentiation.
+"""Calls under torch.func, or with the tangents of forward-mode differentiation.
 
-A kernel sees memory, and a tangent or a level of torch.func lies beside it. Such calls run the
-op's steps in plain PyTorch, which knows how to transform each of them.
+A kernel reads only memory, which holds neither tangents nor torch.func's levels. Such calls run the
+op as PyTorch ops, each of which PyTorch can transform.
 """
 
 from __future__ import annotations
@@ -9,25 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-# whether a torch.func transform (grad, vmap, jvp, ...) surrounds this call
-in_functorch = torch._C._are_functorch_transforms_active
+from ..backends.torch_internals import forward_ad, in_forward_ad, in_functorch
 
 
 def transformed(values: Iterable[Any]) -> bool:
     """Whether torch.func surrounds a call with these arguments, or one of them has a tangent."""
     if in_functorch():
         return True
-    return forward_ad._current_level >= 0 and any(
+    return in_forward_ad() and any(
         isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None for v in values
     )
 
 
 def refuse_kernels(op: str, backend: str) -> None:
-    """A backend that was named is taken or refused, and a kernel cannot be transformed."""
+    """Raise if the caller named a kernel backend: kernels cannot be transformed."""
     if backend not in ("auto", "torch"):
         raise RuntimeError(
             f"{op}: backend {backend!r} has no kernel for torch.func or forward-mode tangents; "

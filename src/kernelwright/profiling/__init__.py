@@ -1,1 +1,1 @@
-"""Where the time of a model goes, at three levels: torch.profiler, nsys and ncu."""
+"""Which kernels take the time of a model, at three levels: torch.profiler, nsys and ncu."""

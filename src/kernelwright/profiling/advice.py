@@ -1,17 +1,17 @@
-"""What holds a kernel back, from what ncu counted, and one line on what to try."""
+"""What limits a kernel, from ncu's counters, and one line of advice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# launching takes a few microseconds: shorter kernels are hidden behind their launches
+# a launch takes a few microseconds: for shorter kernels the launch is what counts
 SHORT_US = 5.0
-# a kernel is bound by what it uses this much of; 100% of DRAM's peak is never reached
+# a unit this busy is what limits the kernel; no kernel reaches 100% of DRAM's peak
 BUSY_PERCENT = 75.0
-# theoretical occupancy below which too few warps hide the wait for memory
+# below this theoretical occupancy there are too few warps to hide memory latency
 FEW_WARPS_PERCENT = 50.0
-# achieved occupancy this far below the theoretical one: blocks end at different times
+# achieved this far below theoretical occupancy: blocks end at different times
 UNEVEN_POINTS = 20.0
 
 LIMITS = {
@@ -38,7 +38,7 @@ class Counters:
     theoretical_occupancy: float | None
     registers: float | None
     waves: float | None
-    block_limits: Mapping[str, float]  # blocks on an SM that each resource has room for
+    block_limits: Mapping[str, float]  # how many blocks each resource allows on an SM
 
     @property
     def limiter(self) -> str | None:
@@ -49,7 +49,7 @@ class Counters:
 
 
 def advice(kernel: Counters) -> str:
-    """One line: the first of these that holds."""
+    """The first of these that applies."""
     if _below(kernel.us, SHORT_US):
         return "shorter than its launch: use graphs, or fuse it with its neighbour"
     if _above(kernel.dram_percent, BUSY_PERCENT):

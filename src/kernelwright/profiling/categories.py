@@ -1,10 +1,13 @@
-"""What a kernel does, read from its name: GPU kernels, and PyTorch's ops on the CPU."""
+"""What a kernel does, by its name: GPU kernels, and PyTorch's ops on the CPU. Ours are known from
+the ops' declarations, those of others by patterns."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .our_kernels import is_ours, launched_by
 
 CATEGORIES = (
     "GEMM",
@@ -17,21 +20,15 @@ CATEGORIES = (
     "other",
 )
 NOTE = (
-    "GEMM has convolutions too. A fused kernel counts once: norm with modulation and residual is "
-    "norm, norm with RoPE is RoPE. PyTorch's sums and products do not say what they are for: "
-    "all are modulation, those of residuals, eager norms and eager RoPE too."
+    "GEMM includes convolutions. A fused kernel counts once: norm with modulation and residual as "
+    "norm, norm with RoPE as RoPE. PyTorch's additions and multiplications count as modulation: "
+    "names do not tell apart those of residuals, eager norms and eager RoPE."
 )
 
-# the kernels of this library: CUDA's by their entry point, Triton's by their function
-OURS = (
-    r"^(kernelwright_\w+|kernelwright::\w+"
-    r"|(row|channel_norm|rope|glu|gelu|attention(_few_keys)?|quantize)_kernel)"
-)
-_OURS = re.compile(OURS)
 _INDUCTOR = re.compile(r"^(triton|cpp)_(poi|red|per|for|fused)")
 _INDUCTOR_TEMPLATE = re.compile(r"^triton_(tem|mm|bmm)")
 
-# the first that matches counts: a GEMM with GELU in its epilogue is a GEMM
+# the first match counts: a GEMM with GELU in its epilogue is a GEMM
 _NAMES = (
     ("attention", r"sdpa|scaled_dot_product|flash|fmha|attention|softmax"),
     ("copies", r"nchwToNhwc|nhwcToNchw"),
@@ -39,16 +36,15 @@ _NAMES = (
     ("GEMM", r"^(aten|kernelwright)::_?(addmm|mm|bmm|baddbmm|matmul|linear)"),
     ("RoPE", r"rope|rotary"),
     ("norm", r"norm(?!al)|Moments|Welford|rsqrt|MeanOps|pow_tensor|^aten::(mean|sum|pow|var)"),
-    ("norm", r"^(kernelwright_row|row_kernel)|^kernelwright::(modulate|gated_residual|adaln)"),
     ("RoPE", r"c10::complex|(cos|sin)_kernel|^aten::(cos|sin|view_as_complex)$"),
     ("activation", r"gelu|silu|glu|sigmoid|tanh|relu"),
-    ("copies", r"copy|quantize|kernelwright_fp8|CatArray|mem(cpy|set)|Fill"),
+    ("copies", r"copy|quantize|CatArray|mem(cpy|set)|Fill"),
     ("copies", r"transpose_kernel|index_?select|gather"),
     ("copies", r"^aten::(cat|stack|clone|contiguous|to|repeat|repeat_interleave|fill_|zero_)$"),
     ("modulation", r"Functor(OnSelf)?_add|(Mul|Div|Add|Sub)Functor|addcmul|neg_kernel"),
     ("modulation", r"^aten::(add|sub|rsub|mul|div|neg|addcmul)_?$"),
 )
-# Inductor names a kernel for every op it came from, so the telling one counts
+# Inductor puts every op that it fused into the name: the most telling one counts
 _PARTS = (
     ("attention", r"softmax"),
     ("norm", r"norm|rsqrt|var_mean|mean"),
@@ -71,15 +67,18 @@ class KernelTime:
 
 
 def category(name: str) -> str:
-    """One of CATEGORIES for the name of a kernel, or of an op such as `aten::addmm`."""
+    """One of CATEGORIES for the name of a kernel, or of an op such as `aten::addmm`. A kernel that
+    several of our ops share counts under the first of their categories."""
+    ops = launched_by(name)
+    found = [op.category or _by_name(f"kernelwright::{op.name}") for op in ops]
+    return min(found, key=CATEGORIES.index) if found else _by_name(name)
+
+
+def _by_name(name: str) -> str:
     if _INDUCTOR_TEMPLATE.match(name):
         return "attention" if "attention" in name else "GEMM"
     rules = _BY_PART if _INDUCTOR.match(name) else _BY_NAME
     return next((found for found, pattern in rules if pattern.search(name)), "other")
-
-
-def is_ours(name: str) -> bool:
-    return _OURS.match(name) is not None
 
 
 def by_category(kernels: Iterable[KernelTime]) -> dict[str, float]:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..bench.models import milliseconds
-from .categories import KernelTime, by_category, category, is_ours
+from ..measure.timing import milliseconds
+from .categories import KernelTime, by_category, category
+from .our_kernels import is_ours
 from .record import record
 from .workload import Workload
 
@@ -29,7 +30,7 @@ def profile(workload: Workload, config: str, trace: Path | None = None) -> dict[
 def summary(
     workload: Workload, config: str, kernels: Iterable[KernelTime], level: int
 ) -> dict[str, Any]:
-    """A row of results: what ran, the time of each category, and every kernel, longest first."""
+    """A result row: the workload, the time of each category, and every kernel, longest first."""
     ranked = sorted(kernels, key=lambda kernel: -kernel.ms)
     return {
         "level": level,
@@ -52,7 +53,7 @@ def summary(
 
 
 def graph_breaks() -> dict[str, Any]:
-    """What torch.compile made since its counters were cleared: graphs, breaks, and why."""
+    """Graphs and graph breaks of torch.compile since its counters were cleared, with reasons."""
     from torch._dynamo.utils import counters
 
     reasons = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items()}

@@ -1,4 +1,4 @@
-"""Levels 2 and 3: nsys and ncu on one forward in a process of its own, and what they print."""
+"""Levels 2 and 3: runs nsys and ncu on one forward in its own process, and parses their output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .level1 import summary
 from .workload import Workload
 
 PACKAGES = {"nsys": "nsight-systems", "ncu": "nsight-compute"}
-# where CUDA's toolkit puts its tools, often not on the path
+# where the CUDA toolkit puts its tools, often not on the PATH
 TOOLKIT = "/usr/local/cuda/bin"
 # a whole model is built and warmed up under the tool, and ncu replays every kernel several times
 TIMEOUT_S = 1800
@@ -45,11 +45,11 @@ METRICS = (
 
 
 class CannotProfile(RuntimeError):
-    """A level cannot run here: the message says what it lacks."""
+    """A level cannot run here; the message says what is missing."""
 
 
 def profile_nsys(workload: Workload, config: str) -> dict[str, Any]:
-    """Level 2: the same row as level 1 gives, with the times that nsys saw."""
+    """Level 2: the row of level 1, with the times of nsys."""
     nsys = _tool("nsys", workload)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "forward.nsys-rep"
@@ -72,7 +72,7 @@ def profile_nsys(workload: Workload, config: str) -> dict[str, Any]:
 
 
 def parse_nsys(text: str) -> list[KernelTime]:
-    """Kernels and memory operations of `nsys stats --format csv`: tables between other lines."""
+    """Kernels and memory operations in the output of `nsys stats --format csv`."""
     found = []
     columns: list[str] | None = None
     for cells in csv.reader(text.splitlines()):
@@ -122,7 +122,7 @@ def profile_ncu(
 
 
 def parse_ncu(text: str) -> list[Counters]:
-    """`ncu --csv --print-units base`, a line for each metric of each launch, after its messages."""
+    """Kernels in the output of `ncu --csv --print-units base`: a line a launch and metric."""
     launches: dict[tuple[str, str, str], set[tuple[str, str]]] = defaultdict(set)
     values: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(
         lambda: defaultdict(list)
@@ -137,7 +137,7 @@ def parse_ncu(text: str) -> list[Counters]:
 
 
 def _ncu_rows(text: str) -> Iterator[dict[str, str]]:
-    """Its lines by column name; the names stand above the lines of each process."""
+    """The lines by column name; each process starts with a line of names."""
     names: list[str] | None = None
     lines = (line for line in text.splitlines() if not line.startswith("=="))
     for cells in csv.reader(lines):
@@ -173,7 +173,7 @@ def _counters(
 
 
 def _number(text: str) -> float | None:
-    """A value as the tools print it: thousands with commas, or words such as n/a."""
+    """The number that a tool printed, with commas for thousands; None for words such as n/a."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -191,7 +191,7 @@ def _tool(name: str, workload: Workload) -> str:
 
 
 def _run(command: list[str], log: Path | None = None) -> str:
-    """What the command prints; its last words, and those in `log`, if it fails."""
+    """The output of a command; an error with its last line, or that of `log`, if it fails."""
     tool = Path(command[0]).name
     try:
         done = subprocess.run(

@@ -19,7 +19,7 @@ def record(
 ) -> list[KernelTime]:
     """The kernels that `call` runs, longest first; `trace` also keeps a Chrome trace.
 
-    On the CPU the ops take the place of kernels, each with its own time less that of ops inside.
+    On the CPU it lists ops instead of kernels, with self time: without the ops that they call.
     """
     gpu = torch.device(device).type == "cuda"
     activities = [ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]

@@ -1,4 +1,4 @@
-"""All levels that were asked for: those that can run do, the others say what they lack."""
+"""Runs the requested levels; a level that cannot run says what is missing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from ..bench import results
-from ..bench.configs import CONFIGS
-from ..bench.environment import environment_of
+from ..measure import results
+from ..measure.configs import CONFIGS
+from ..measure.results import environment_of
 from ..place import choose_device, choose_dtype
 from ..progress import Show, show_nothing
 from . import level1, nsight
-from .categories import OURS
+from .our_kernels import pattern
 from .workload import Workload, check
 
 LEVELS = (1, 2, 3)
-# eager has none of our kernels for ncu to look at
+# eager has none of our kernels, which ncu profiles by default
 DEFAULT_CONFIGS = {1: ("eager", "exact"), 2: ("eager", "exact"), 3: ("exact",)}
 
 
@@ -31,13 +31,13 @@ def run(
     sizes: dict[str, int] | None = None,
     tiny: bool = False,
     device: str | None = None,
-    kernels: str = OURS,
+    kernels: str | None = None,
     launches: int = 50,
     trace: Path | None = None,
     out: Path | None = None,
     show: Show = show_nothing,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of results, and a line for each level that could not run.
+    """Profile a preset; returns result rows, and a line for each level that could not run.
 
     Without `configs`: eager and exact, side by side; exact alone at level 3. `trace` is a Chrome
     trace of level 1; with several configurations, one file each: trace.eager.json.
@@ -48,6 +48,7 @@ def run(
     for config in configs:
         if config not in CONFIGS:
             raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
+    kernels = kernels or pattern()
     try:
         re.compile(kernels)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""One forward of a preset to be profiled, in this process or, for nsys and ncu, in one of its own.
+"""The forward that is profiled: in this process, or for nsys and ncu in its own.
 
 `python -m kernelwright.profiling.workload PRESET --config exact` warms up and then runs one forward
 between cudaProfilerStart and cudaProfilerStop.
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from .. import models
-from ..bench.configs import configured
+from ..measure.configs import configured
 from ..place import DTYPES
 
-# the second forward captures CUDA graphs, the third is like all that follow
+# the second forward captures CUDA graphs; from the third on all are alike
 WARM_UP = 3
 
 
@@ -56,7 +56,7 @@ class Workload:
     @contextmanager
     def warm(self, config: str) -> Iterator[Callable[[], Any]]:
         """The forward of a new model in this configuration, after its warm-up."""
-        gc.collect()  # of a model before this one
+        gc.collect()  # free the model of an earlier call
         build: dict[str, Any] = {"tiny": self.tiny, "device": self.device, "dtype": self.dtype}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -70,7 +70,7 @@ class Workload:
             yield lambda: run(**inputs)
 
     def command(self, config: str) -> list[str]:
-        """The command line that runs this in a process of its own."""
+        """The command line that runs this in its own process."""
         sizes = [f"{name}={size}" for name, size in self.sizes.items()]
         return [
             *(sys.executable, "-m", "kernelwright.profiling.workload", self.preset),

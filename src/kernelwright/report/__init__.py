@@ -1,10 +1,10 @@
-"""Result files made readable: one HTML page, pictures, and what changed between two runs."""
+"""Result files as one HTML page, as pictures, and the differences of two runs."""
 
 from __future__ import annotations
 
 from .comparing import Change, Comparison, compare
-from .page import page
+from .html_page import page
+from .json_values import Unreadable
 from .reading import Results, read
-from .values import Unreadable
 
 __all__ = ["Change", "Comparison", "Results", "Unreadable", "compare", "page", "read"]

@@ -1,4 +1,4 @@
-"""Charts as small SVGs without a fixed size; their colours are CSS variables of the page."""
+"""Charts as scalable SVGs; their colours are CSS variables of the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .markup import Html, joined, tag
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a bar, in the units of its chart."""
+    """A segment of a bar, in the units of its chart."""
 
     start: float
     length: float
@@ -29,7 +29,7 @@ class Bar:
 
 
 def bars(lines: Sequence[Bar], name: str, mark: float | None = None) -> Html:
-    """Horizontal bars from 0, label before and value behind; `mark` draws a line through all."""
+    """Horizontal bars from 0, with label and value; `mark` draws a vertical line."""
     ends = [p.start + p.length for line in lines for p in line.pieces]
     scale = 100 / max([*ends, mark or 0])
     cells = []

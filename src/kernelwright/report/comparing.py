@@ -1,4 +1,4 @@
-"""What changed between two runs: times, memory, bits, and rows that are gone."""
+"""Differences of two runs: times, memory, bits, and rows that are gone."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..video.settings import CONTROL
+from .json_values import Unreadable
 from .reading import Results
 from .rows import CountedRow
-from .values import Unreadable
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one row says: figures where less is better, and what must not get worse."""
+    """The figures of one row, where less is better, and what must not get worse."""
 
     name: str
     figures: dict[str, float] = field(default_factory=dict)
     equal: bool | None = None
     mismatches: int | None = None
-    missing: str | None = None  # why there is no figure
+    missing: str | None = None  # why it has no figure
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row that is better or worse than before; `percent` is None where no figure moved."""
+    """One row that got better or worse; `percent` is None where no figure changed."""
 
     row: str
     what: str
@@ -53,10 +53,10 @@ class Comparison:
 
 
 def compare(old: Iterable[Results], new: Iterable[Results], threshold: float) -> Comparison:
-    """Hold `new` against `old`: worse by more than `threshold` percent, or gone, is a regression.
+    """Compare `new` with `old`: worse by more than `threshold` percent, or gone, is a regression.
 
-    Rows are the same when model, configuration, sizes and dtype are, or op, case, dtype and way;
-    of videos also the steps and the guidance, of counted kernels the grid.
+    Rows are matched by model, configuration, sizes and dtype, or by op, case, dtype and backend;
+    videos also by steps and guidance, kernels that ncu counted also by grid.
     """
     old, new = list(old), list(new)
     gpus = [sorted({file.environment.device for file in files}) for files in (old, new)]

@@ -1,4 +1,4 @@
-"""What the page and the pictures show: rows put together by GPU, by model and by video."""
+"""The data of the page and the pictures: rows grouped by GPU, model and video."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDLE = "no kernel"
 
 @dataclass(frozen=True)
 class Step:
-    """One forward: its time, and the milliseconds of each part where they are known."""
+    """One forward: its time, and the milliseconds of each part where the file has them."""
 
     config: str
     ms: float
@@ -40,7 +40,7 @@ class Model:
 
     @property
     def best_exact(self) -> ModelRow | None:
-        """The fastest injected configuration that gave the bits of eager."""
+        """The fastest injected configuration with the bits of eager."""
         same = [r for r in self.rows if "exact" in r.config and r.equal and self.speedup(r)]
         return max(same, key=lambda r: self.speedup(r) or 0.0, default=None)
 
@@ -64,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Video:
-    """The ways that one generation was run in one file, eager first and then again."""
+    """The configurations of one generation in one file; the second eager is the control."""
 
     title: str
     rows: tuple[VideoRow, ...]
@@ -80,7 +80,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one tool saw of one model in one file."""
+    """The profiles of one model by one tool in one file."""
 
     title: str
     rows: tuple[ProfileRow, ...]
@@ -88,7 +88,7 @@ class Profile:
 
     @property
     def steps(self) -> tuple[Step, Step] | None:
-        """Eager, and the first configuration beside it that has our kernels."""
+        """Eager, and the first other configuration with kernels of ours."""
         eager = next((r for r in self.rows if r.config == "eager"), None)
         ours = (r for r in self.rows if any(kernel.ours for kernel in r.kernels))
         after = next(ours, None) or next((r for r in self.rows if r.config != "eager"), None)
@@ -99,7 +99,7 @@ class Profile:
 
 
 def profiled(*rows: ProfileRow) -> list[tuple[ProfileRow, dict[str, float]]]:
-    """Each row with the milliseconds of its categories, and what is left of its wall time."""
+    """Each row with the milliseconds of its categories and the rest of its wall time."""
     return [(row, parts(row.wall_ms, row.categories)) for row in rows]
 
 
@@ -117,7 +117,7 @@ class Device:
 
 
 def devices(files: Sequence[Results]) -> list[Device]:
-    """The files by GPU, the models with the largest gain first."""
+    """The files grouped by GPU, models by speed-up."""
     groups: dict[str, list[Results]] = {}
     for file in files:
         groups.setdefault(file.environment.device, []).append(file)
@@ -168,7 +168,7 @@ def _grouped(
     rows_of: Callable[[Results], Iterable[Any]],
     title_of: Callable[[Any], str],
 ) -> list[tuple[str, list[Any]]]:
-    """Rows of one file and title together; where several files have it, their names tell."""
+    """Rows grouped by file and title; file names are added where several have the same title."""
     groups: dict[tuple[str, int], list[Any]] = {}
     for number, file in enumerate(files):
         for row in rows_of(file):
@@ -187,13 +187,13 @@ def short(file: Results) -> str:
 
 
 def parts(ms: float | None, split: dict[str, float]) -> dict[str, float]:
-    """Milliseconds by kind of kernel, and what is left of the time without a kernel."""
+    """Milliseconds by kind of kernel, and the rest, in which no kernel ran."""
     idle = (ms or 0.0) - sum(split.values())
     return {**split, **({IDLE: idle} if split and idle > 0 else {})}
 
 
 def roof(rows: Sequence[OpRow]) -> list[tuple[float, float]]:
-    """GB/s of a copy over megabytes: the median of sizes within 7% of each other, by size."""
+    """GB/s of a copy by megabytes: medians over sizes within 7% of each other."""
     near: dict[int, list[OpRow]] = {}
     for row in rows:
         near.setdefault(round(math.log2(row.megabytes) * 10), []).append(row)

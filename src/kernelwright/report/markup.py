@@ -1,4 +1,4 @@
-"""The few pieces of HTML that the page is made of. Whatever is not `Html` is escaped."""
+"""HTML of the page: style, tags and tables. Text that is not `Html` is escaped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def joined(pieces: Iterable[str], between: str = "") -> Html:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Html:
-    """A table in a box that scrolls by itself; all but the first `words` columns are figures."""
+    """A table that scrolls sideways; all but the first `words` columns are figures."""
 
     def line(cells: Sequence[str], name: str) -> Html:
         kinds = ("word" if column < words else "figure" for column in range(len(cells)))

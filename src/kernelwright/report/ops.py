@@ -1,4 +1,4 @@
-"""The part of the report about ops: how near each comes to the speed of memory."""
+"""The section about ops: how close each comes to memory bandwidth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rows import OpRow
 
 
 def ops_section(rows: Sequence[OpRow]) -> list[Html]:
-    """Roofline, speed-ups, the chosen kernel of each case, and behind a fold every way."""
+    """Roofline, speed-ups, the chosen kernel of each case, and folded, every implementation."""
     ways = {"exact": "exact, slowest chain", "fused": "chosen kernel", "compile": "torch.compile"}
     dots = [dot for row in rows for dot in _dots(row)]
     entries = [("roof", "copy, measured in the same run"), *ways.items(), ("eager", "eager")]
@@ -31,7 +31,7 @@ def ops_section(rows: Sequence[OpRow]) -> list[Html]:
 
 
 def _shown(row: OpRow) -> dict[str, str]:
-    """The ways of a row that are drawn, by colour."""
+    """The implementations of a row that are drawn, by colour."""
     known = {"eager": "eager", "compile": "compile", "fused": row.chosen}
     found = {colour: way for colour, way in known.items() if way in row.us}
     return {**found, **({"exact": row.slowest_exact} if row.slowest_exact else {})}
@@ -64,7 +64,7 @@ def _op_bars(rows: Sequence[OpRow]) -> Html:
 
 
 def _op_table(rows: Sequence[OpRow]) -> Html:
-    """One line a case: the chosen kernel, and each peer with how much longer it takes."""
+    """One line a case: the chosen kernel, and how much longer each peer takes."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
     head = ["op", "case", "chosen", "µs", "host µs", "GB/s", "of copy", "exact µs"]
     lines = []

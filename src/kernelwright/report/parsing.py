@@ -1,10 +1,11 @@
-"""Typed rows of the values in a result file: one function for each kind of file."""
+"""Turns the rows of a result file into typed rows: one function for each kind of file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from .json_values import Values
 from .rows import (
     RANDOM,
     CountedRow,
@@ -16,9 +17,8 @@ from .rows import (
     VideoRow,
     Workload,
 )
-from .values import Values
 
-# the peers of files that do not name them
+# the peers of older files, which do not name them
 PEERS = ("eager", "compile")
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from .figures import Device, devices, profiled, roof
 from .markup import STYLE
 from .reading import Results
-from .steps import part_colours
+from .waterfall import part_colours
 
-# the page's own colours, those of light paper
+# the colours of the page in its light scheme
 COLOURS = dict(re.findall(r"--(\w+): (#\w+)", STYLE.partition("@media")[0]))
 
 
@@ -21,7 +21,7 @@ class CannotDraw(RuntimeError):
 
 
 def draw(files: Sequence[Results], folder: Path) -> list[Path]:
-    """Write a picture of each chart for every GPU that has the data."""
+    """Write a picture of each chart for every GPU with data for it."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -45,12 +45,12 @@ def draw(files: Sequence[Results], folder: Path) -> list[Path]:
             figure.savefig(path, dpi=160)
             written.append(path)
     if not written:
-        raise CannotDraw("--png: nothing in these files has a chart")
+        raise CannotDraw("--png: these files have no data for a chart")
     return written
 
 
 def _speedup(axes: Any, device: Device) -> None:
-    """Each model's fastest run with the same bits beside torch.compile."""
+    """Each model's fastest run with eager's bits, beside torch.compile."""
     models = [m for m in device.models if m.best_exact][::-1]
     shown = {"torch.compile": "compile", "fastest with the same bits": "exact"}
     for shift, (label, colour) in zip((-0.2, 0.2), shown.items(), strict=True):
@@ -66,7 +66,7 @@ def _speedup(axes: Any, device: Device) -> None:
 
 
 def _steps(axes: Any, device: Device) -> None:
-    """Milliseconds of a step, eager above exact; by kind of kernel where the file has it."""
+    """Milliseconds of a step, eager and exact; by kind of kernel where the file has it."""
     lines = []
     for model in device.models:
         for colour, step in zip(("eager", "exact"), model.steps or (), strict=False):
@@ -89,7 +89,7 @@ def _video(axes: Any, device: Device) -> None:
 
 
 def _profile(axes: Any, device: Device) -> None:
-    """Milliseconds of a step by category, as a profiler saw them."""
+    """Milliseconds of a step by category, from a profile."""
     lines = [
         (f"{profile.title}, {row.config}", split)
         for profile in device.profiles

@@ -1,21 +1,21 @@
-"""The part of the report about profiles: where a step goes, its longest kernels, ncu's counters."""
+"""The section about profiles: time by category, the longest kernels, ncu's counters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..profiling.categories import NOTE
-from ..profiling.page import short_name
+from ..profiling.kernel_tables import short_name
 from .figures import Profile, profiled
 from .markup import NONE, Html, joined, number, table, tag
 from .rows import CountedRow, ProfileRow
-from .steps import waterfall
+from .waterfall import waterfall
 
 LONGEST = 10
 
 
 def profiles_section(profiles: Sequence[Profile]) -> list[Html]:
-    """For each profile: the step before and after by category, and its kernels."""
+    """For each profile: a step before and after by category, and its kernels."""
     articles = [tag("article", joined(_profile(profile), "\n")) for profile in profiles]
     return [tag("p", NOTE, class_="note"), *articles]
 
@@ -35,7 +35,7 @@ def _profile(profile: Profile) -> list[Html]:
 
 
 def _categories(rows: Sequence[ProfileRow]) -> Html:
-    """Milliseconds of each category, each configuration beside the others."""
+    """Milliseconds of each category, a column for each configuration."""
     columns = [(row, parts) for row, parts in profiled(*rows)]
     names = dict.fromkeys(name for _, parts in columns for name, ms in parts.items() if ms)
     lines = [[name, *(f"{p.get(name, 0.0):.2f}" for _, p in columns)] for name in names]
@@ -92,7 +92,7 @@ def _percent(value: float | None) -> str:
 
 
 def _advice(rows: Sequence[CountedRow]) -> list[Html]:
-    """Each piece of advice once, with the kernels that it is for."""
+    """Each piece of advice once, with its kernels."""
     kernels: dict[str, list[str]] = {}
     for row in rows:
         kernels.setdefault(row.advice, []).append(f"{short_name(row.name)} {row.grid}")

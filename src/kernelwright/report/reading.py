@@ -1,4 +1,4 @@
-"""Reads result files: what is not one is refused in a line that says what to do."""
+"""Reads result files; a file that is none is refused in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..bench.results import SCHEMA
+from ..measure.results import SCHEMA
+from .json_values import Unreadable, Values
 from .parsing import KINDS
 from .rows import CountedRow, Environment, ExactRow, ModelRow, OpRow, ProfileRow, VideoRow
-from .values import Unreadable, Values
 
 
 @dataclass(frozen=True)
 class Results:
-    """One result file; the list that belongs to its kind is filled, `others` for any other."""
+    """One result file: the list of its kind is filled, or `others` for an unknown kind."""
 
     path: Path
     kind: str
@@ -53,7 +53,7 @@ def _read(path: Path) -> Results:
     except ValueError as error:
         raise Unreadable(f"{path}: not JSON ({error}); give a result file") from None
     if not isinstance(content, dict) or "schema" not in content:
-        raise Unreadable(f"{path}: names no schema, so it is no result file; give one")
+        raise Unreadable(f"{path}: has no schema, so it is not a result file; give one")
     if content["schema"] != SCHEMA:
         raise Unreadable(
             f"{path}: schema {content['schema']!r}, this version reads {SCHEMA}; "
@@ -63,7 +63,7 @@ def _read(path: Path) -> Results:
     if not isinstance(kind, str):
         raise Unreadable(f"{path}: kind {kind!r} is no name; known are {', '.join(KINDS)}")
     if not isinstance(environment, dict):
-        raise Unreadable(f"{path}: no environment, so no figure in it can be placed; measure again")
+        raise Unreadable(f"{path}: no environment, so its GPU is unknown; measure again")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise Unreadable(f"{path}: no rows; measure again")
     made = Environment(**{f.name: environment.get(f.name) for f in fields(Environment)})

@@ -1,4 +1,4 @@
-"""The rows of result files, typed, and the figures that follow from them."""
+"""Typed rows of result files, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RANDOM = "random weights"
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and how a file was made."""
+    """Where, when and how a file was measured."""
 
     gpu: str | None
     driver: str | None
@@ -29,7 +29,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model at the sizes it ran with."""
+    """A model and the sizes that it ran with."""
 
     model: str
     sizes: tuple[tuple[str, int], ...]
@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def size(self) -> str:
-        """The sizes that a reader compares: `49f 768×512 batch 2`."""
+        """The sizes in short: `49f 768×512 batch 2`."""
         sizes = dict(self.sizes)
         words = []
         if "frames" in sizes:
@@ -94,7 +94,7 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class OpRow:
-    """One op at one size: microseconds of each way to compute it, on the GPU where there is one."""
+    """One op at one size: microseconds of each implementation, on the GPU where there is one."""
 
     op: str
     case: str
@@ -115,7 +115,7 @@ class OpRow:
 
     @property
     def slowest_exact(self) -> str | None:
-        """The way with the bits of eager that takes longest, where an op has several."""
+        """The slowest of the op's exact modes."""
         ways = [way for way in self.us if way.startswith("exact:")]
         return max(ways, key=lambda way: self.us[way], default=None)
 
@@ -124,7 +124,7 @@ class OpRow:
         return self.megabytes / self.us[way] * 1e3
 
     def share(self, way: str) -> float:
-        """Part of the copy's bandwidth that `way` reaches."""
+        """Share of the copy's bandwidth that `way` reaches."""
         return self.copy_us / self.us[way]
 
     def key(self, way: str) -> tuple[Any, ...]:

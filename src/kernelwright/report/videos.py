@@ -1,4 +1,4 @@
-"""The part of the report about whole videos: from prompt to frames, each way beside eager."""
+"""The section about whole videos: from prompt to frames, each configuration beside eager."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .charts import Bar, bars, legend
 from .figures import Video
 from .markup import NONE, Html, joined, number, table, tag
 from .rows import VideoRow
-from .steps import part_colours, stacked
+from .waterfall import part_colours, stacked
 
 PARTS = ("text", "denoise", "decode")
 
 
 def videos_section(videos: Sequence[Video]) -> list[Html]:
-    """For each video: seconds by part, and the table that compares the ways."""
+    """For each video: seconds by part, and a table of the configurations."""
     colours = part_colours(PARTS)
     note = "Seconds from prompt to frames. PSNR is of the last latents against eager's."
     articles = [tag("article", joined(_video(video), "\n")) for video in videos]
@@ -45,7 +45,7 @@ def _video(video: Video) -> list[Html]:
 
 
 def control_sentence(video: Video) -> str:
-    """What differs without any kernel: eager against itself."""
+    """Whether eager repeats itself: the control."""
     control = video.control
     if control is None:
         return "Eager ran once only: nothing shows whether it repeats itself."

@@ -1,9 +1,9 @@
-"""`kernelwright new`: a folder with an op that works, to be changed into the one that is wanted."""
+"""`kernelwright new`: writes a working op, to be changed into the one you want."""
 
 from __future__ import annotations
 
 from .create import KINDS, LANGUAGES, Created, create
 from .names import BadName
-from .page import page
+from .next_steps import page
 
 __all__ = ["KINDS", "LANGUAGES", "BadName", "Created", "create", "page"]

@@ -1,4 +1,4 @@
-"""Fills in the templates of an op, under `ops/` or as a package by itself."""
+"""Writes a new op from templates: a folder under `ops/`, or a package of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMON = ("__init__.py", "reference.py", "cases.py")
 
 @dataclass(frozen=True)
 class Created:
-    """A new op. `root` is the folder of the files, which are named relative to it."""
+    """A new op; `files` are relative to `root`."""
 
     name: str
     language: str
@@ -33,7 +33,7 @@ class Created:
 
     @property
     def kernel(self) -> Path:
-        """The file in which the formula is computed."""
+        """The file with the kernel's formula."""
         last = LANGUAGES[self.language][-1]
         return next(self.root / f for f in self.files if Path(f).name == last)
 
@@ -49,8 +49,8 @@ def create(
     out: Path | None = None,
     package: Path = PACKAGE,
 ) -> Created:
-    """Write a working op of this kind in this language: into the ops of `package`, which must be a
-    checkout, or with `out` as a package of its own in that folder."""
+    """Write a working op: into the ops of `package`, which must be a checkout, or with `out` as a
+    package of its own in that folder."""
     if out is None:
         ops = _checkout(package)
         check_name(name, ops)
@@ -66,12 +66,12 @@ def create(
 
 
 def _checkout(package: Path) -> Path:
-    """The folder of the ops, if this kernelwright is a checkout that can be written."""
+    """The folder `ops` of a checkout; raises CannotRun if this is none, or is read-only."""
     ops = package / "ops"
     source = (package.parents[1] / "pyproject.toml").is_file() and package.parent.name == "src"
     if not source:
         raise CannotRun(
-            f"kernelwright is installed in {package}, which is no checkout: "
+            f"kernelwright is installed in {package}, which is not a checkout: "
             f"use --out FOLDER for a package of your own"
         )
     if not os.access(ops, os.W_OK):
@@ -102,7 +102,7 @@ def _filled(template: Path, words: dict[str, str]) -> str:
 
 
 def _words(name: str, language: str, alone: bool) -> dict[str, str]:
-    """What stands for what in the templates."""
+    """The values of the templates' placeholders."""
     title = "".join(part.capitalize() for part in name.split("_"))
     imports = (f"from {name} import {name.upper()}", "from kernelwright.checking import op_tests")
     return {
@@ -122,7 +122,7 @@ def _words(name: str, language: str, alone: bool) -> dict[str, str]:
 
 
 def _absolute(text: str) -> str:
-    """The imports of a folder under `ops/` as another package writes them."""
+    """The text with relative imports of `ops` made absolute, for another package."""
     text = re.sub(r"(?m)^( *)from \.\.\.backends", r"\1from kernelwright.backends", text)
     text = re.sub(r"(?m)^( *)from \.\. import", r"\1from kernelwright.ops import", text)
     text = re.sub(r"(?m)^( *)from \.\.(\w)", r"\1from kernelwright.ops.\2", text)

@@ -1,4 +1,4 @@
-"""Names that an op may have."""
+"""Checks the name of a new op."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 from ..ops.op import registry
 
-# what the files of an op's folder are called or import
-PARTS = ("cases", "checks", "cuda", "folder", "op", "reference", "tests", "torch", "triton")
-# with a longer one the lines of the files are too long
+# names of the files of an op's folder, and of what they import
+PARTS = ("cases", "checks", "cuda", "folder_kernels", "op", "reference", "tests", "torch", "triton")
+# a longer name makes lines of the files longer than 100 columns
 MAX_LENGTH = 32
 
 
 class BadName(ValueError):
-    """A name that an op cannot have; the message says why, in one line."""
+    """An op cannot have this name; the message says why in one line."""
 
 
 def check_name(name: str, ops: Path | None) -> None:
-    """Raise BadName if an op cannot be called so: in the folder `ops`, or in a package by itself
-    where that is None."""
+    """Raise BadName if an op cannot have this name: in the folder `ops`, or with None in a package
+    of its own."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise BadName(
-            f"{name!r} is no name for an op: small letters, digits and _, a letter first, "
+            f"{name!r} is not a name for an op: lower-case letters, digits and _, a letter first, "
             f"such as {_suggestion(name)!r}"
         )
     if len(name) > MAX_LENGTH:

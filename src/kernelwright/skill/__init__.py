@@ -1,7 +1,7 @@
-"""The agent skill `cuda-kernels`: SKILL.md, its references and scripts, and how agents get it.
+"""The agent skill `cuda-kernels`: SKILL.md, its references and scripts, and their installation.
 
-It is part of the package, so it describes the kernelwright that is installed, and adding it to a
-project needs no network.
+It is part of the package, so it describes the installed kernelwright, and adding it to a project
+needs no network.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..errors import CannotRun
 
 NAME = "cuda-kernels"
 FOLDER = Path(__file__).resolve().parent
-# where agents look for skills, below a project or a home; Codex and OpenCode both read .agents
+# where agents look for skills, in a project or a home folder; Codex and OpenCode both read .agents
 AGENTS = {"claude": ".claude/skills", "codex": ".agents/skills", "opencode": ".opencode/skills"}
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A copy of the skill. `state` is "same" as this package's, or "other" if files differ."""
+    """A copy of the skill. `state` is "same" if it equals this package's, "other" if not."""
 
     agent: str
     path: Path
@@ -42,7 +42,7 @@ def files() -> tuple[Path, ...]:
 
 
 def title(file: Path) -> str:
-    """What a file is, in its own words: the first heading, or the first line of a docstring."""
+    """The title of a file: its first heading, or the first line of its docstring."""
     lines = (FOLDER / file).read_text(encoding="utf-8").splitlines()
     mark = "# " if file.suffix == ".md" else '"""'
     return next(x.removeprefix(mark).removesuffix(mark) for x in lines if x.startswith(mark))
@@ -59,15 +59,15 @@ def skills_folder(agent: str, everywhere: bool = False) -> Path:
 
 
 def add(skills: Path, force: bool = False) -> Path:
-    """Copy the skill into a folder of skills; returns the folder it has there.
+    """Copy the skill into a skills folder; returns its folder there.
 
-    Nothing is overwritten without `force`; with it the copy there is replaced whole.
+    Nothing is overwritten without `force`; with it an existing copy is replaced completely.
     """
     place = skills / NAME
     if place.is_symlink() or (place.exists() and not (place.is_dir() and _is_skill(place))):
-        raise CannotRun(f"{place} is there and is not this skill: move it away first")
+        raise CannotRun(f"{place} exists and is not this skill: move it away first")
     if place.exists() and not force:
-        raise CannotRun(f"{place} is there already: --force replaces it")
+        raise CannotRun(f"{place} exists already: --force replaces it")
     try:
         skills.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=skills, prefix=f".{NAME}-") as made:
@@ -84,7 +84,7 @@ def add(skills: Path, force: bool = False) -> Path:
 
 
 def installed(agents: Sequence[str] = tuple(AGENTS)) -> list[Installed]:
-    """The copies that agents find from here, in this project and for all projects of this user."""
+    """The copies that agents find: in this project, and in this user's home for all projects."""
     found = []
     for agent in agents:
         for everywhere in (False, True):
@@ -95,7 +95,7 @@ def installed(agents: Sequence[str] = tuple(AGENTS)) -> list[Installed]:
 
 
 def _is_skill(place: Path) -> bool:
-    """Whether a folder holds a skill of this name, of any edition."""
+    """Whether a folder holds a skill of this name, in any version."""
     try:
         head = (place / "SKILL.md").read_text(encoding="utf-8")[:200]
     except (OSError, UnicodeDecodeError):

@@ -1,1 +1,1 @@
-"""LTX-Video from a prompt to an mp4, in plain diffusers and injected, measured and compared."""
+"""LTX-Video from prompt to mp4, in plain diffusers and injected, timed and compared."""

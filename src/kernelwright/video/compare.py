@@ -1,4 +1,4 @@
-"""Ways to run one generation, each held against eager, and eager against itself."""
+"""Compares configurations of one generation with eager, and eager with itself."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def compare(
     show: Show = show_nothing,
     keep: Callable[[str, Run], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a way, all from the same seed. The first is eager, the second eager again: what
-    differs there differs without any kernel. `keep` is given all runs but that.
+    """One row per way, all from the same seed. The first is eager, the second eager again: what
+    differs there differs without any kernel. `keep` is called with all runs but the second.
 
-    A way that promises eager's bits and does not give them has `failed` in place of times.
+    A way that promises eager's bits and does not give them has `failed` instead of times.
     """
     plan = [(str(EAGER), EAGER), (CONTROL, EAGER), *((str(w), w) for w in ways if w != EAGER)]
     base: Run | None = None
@@ -41,7 +41,9 @@ def compare(
         if base is None:
             base = run
             if not base.latents.isfinite().all():
-                raise CannotRun("the latents of eager are not finite: nothing can be held to them")
+                raise CannotRun(
+                    "the latents of eager are not finite: there is nothing to compare with"
+                )
         row = {"config": name, **against(run.latents, base.latents)}
         if name == CONTROL:
             repeats = row["equal"]
@@ -58,8 +60,8 @@ def compare(
 
 
 def against(latents: Tensor, eager: Tensor) -> dict[str, Any]:
-    """Whether latents are eager's, and their PSNR in dB over the range of eager's values; None
-    where it has no number: the same values, or not finite ones."""
+    """Whether latents equal eager's, and their PSNR in dB over the range of eager's values; None
+    where it is undefined: equal or non-finite values."""
     values, expected = latents.double(), eager.double()
     off = float((values - expected).square().mean().sqrt())
     peak = float(expected.max() - expected.min())
@@ -120,10 +122,10 @@ def summary(measured: Measured) -> Table:
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """What a reader of the table must know beside it."""
+    """Notes to print below the table."""
     told = []
     if any(row["config"] == CONTROL and not row["equal"] for row in rows):
-        told.append("Eager does not repeat itself here: no way can be asked for its bits.")
+        told.append("Two runs of eager differ here: no configuration can be held to its bits.")
     for row in rows:
         if "failed" in row:
             told.append(f"{row['config']}: {row['failed']}")

@@ -1,4 +1,4 @@
-"""One generation, timed: text, every denoise step, and the decoding of the frames."""
+"""One generation, timed: text, every denoising step, and the decoding of the frames."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..progress import Show, show_nothing
 from .settings import MIN_STEPS, Settings
 from .ways import Way
 
-# what the autoencoders that are told a timestep (LTX-Video 0.9.1 and newer) were published with;
-# the others do not look at it
+# published values for autoencoders with timestep conditioning (LTX-Video 0.9.1 and newer); the
+# others ignore them
 DECODE = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What one generation gave, and its times in seconds.
+    """The output of one generation, and its times in seconds.
 
     frames is [videos, frames, height, width, 3] in 0..255, latents the last step's; both on the
-    CPU. `steps_s` is without the first step, which begins before the loop does.
+    CPU. `steps_s` omits the first step, whose time includes the work before the loop.
     """
 
     frames: Tensor
@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A run, how it was run, the seconds it took to get ready, and what injection reported."""
+    """A run, its configuration, the seconds of injection and warm-up, and injection's report."""
 
     way: Way
     run: Run
@@ -65,7 +65,7 @@ class Measured:
     report: Report | None
 
     def notes(self) -> dict[str, Any]:
-        """What injection did, and where it had to stay eager."""
+        """What injection replaced, and what stayed eager."""
         if self.report is None:
             return {}
         told = self.report.to_dict()
@@ -73,7 +73,7 @@ class Measured:
 
 
 def measure(pipe: Any, settings: Settings, way: Way, show: Show = show_nothing) -> Measured:
-    """Run a pipeline one way: warm-up iterations of few steps, then the run that counts."""
+    """Run a pipeline one way: warm-up iterations of few steps, then the timed run."""
     _let_go()
     short = dataclasses.replace(settings, steps=MIN_STEPS)
     begin = time.perf_counter()
@@ -136,7 +136,7 @@ def generate(pipe: Any, settings: Settings, after_step: Callable[[], None] | Non
 
 
 def _encoded(pipe: Any, settings: Settings) -> dict[str, Any]:
-    """The pipeline's arguments for the prompts, already through the text encoder."""
+    """The pipeline's arguments for the encoded prompts."""
     positive, mask, negative, negative_mask = pipe.encode_prompt(
         prompt=settings.prompt,
         negative_prompt=settings.negative_prompt,
@@ -153,7 +153,7 @@ def _encoded(pipe: Any, settings: Settings) -> dict[str, Any]:
 
 
 class _Clock:
-    """Marks in time; on a GPU, in the time of its work, so that nothing has to wait for a mark."""
+    """Time marks; on a GPU they are events on its stream, so that a mark does not synchronise."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -168,12 +168,12 @@ class _Clock:
         self._marks.append(event)
 
     def wait_for_the_mark_before(self) -> None:
-        """A bar that counts steps may run one ahead of the GPU, which never runs dry so."""
+        """Let the progress bar run one step ahead of the GPU, so that the GPU never idles."""
         if self._device.type == "cuda":
             self._marks[-2].synchronize()
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next."""
+        """Seconds between each mark and the next."""
         if self._device.type != "cuda":
             return [b - a for a, b in pairwise(self._marks)]
         self._marks[-1].synchronize()
@@ -186,7 +186,7 @@ def _bytes(video: Tensor) -> Tensor:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """The most that tensors took at once, and the most that was held for them and for graphs."""
+    """Peak memory of tensors, and peak memory reserved by the allocator, graphs included."""
     if device.type != "cuda":
         return {}
     return {
@@ -196,7 +196,7 @@ def _memory(device: torch.device) -> dict[str, float]:
 
 
 def _let_go() -> None:
-    """Memory of the way before, which would count as this one's."""
+    """Free the memory of the previous way, which would count as this one's."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What is generated: sizes, steps, prompt and seed."""
+"""Settings of a generation: sizes, steps, prompt and seed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..errors import BadSetting
 PROMPT = "a red fishing boat on a quiet lake at dawn, mist over the water"
 NEGATIVE_PROMPT = "worst quality, inconsistent motion, blurry, jittery, distorted"
 
-# what the autoencoder shrinks: eight frames into one after the first, 32 pixels into one
+# compression of the autoencoder: eight frames to one after the first, 32 pixels to one
 FRAME_STRIDE = 8
 PIXEL_STRIDE = 32
 # the scheduler stretches its sigmas over the steps between the first and the last
 MIN_STEPS = 2
-# what the second run of eager is called: it shows what differs without any kernel
+# the name of the second run of eager: it shows what differs without any kernel
 CONTROL = "eager again"
 # sizes for a tiny model: seconds on a CPU
 TINY = {"frames": 9, "height": 64, "width": 96, "steps": 4}
@@ -23,7 +23,7 @@ TINY = {"frames": 9, "height": 64, "width": 96, "steps": 4}
 
 @dataclass(frozen=True)
 class Settings:
-    """One generation. Raises a `BadSetting` for sizes that LTX-Video does not have.
+    """One generation. Raises a `BadSetting` for sizes that LTX-Video does not support.
 
     >>> Settings(frames=50)
     Traceback (most recent call last):
@@ -56,7 +56,7 @@ class Settings:
                     option, f"{pixels} pixels, expected a multiple of {PIXEL_STRIDE}: {near}"
                 )
         if not self.prompt.strip():
-            raise BadSetting("--prompt", "empty, expected what the video shall show")
+            raise BadSetting("--prompt", "empty, expected what the video shows")
         least = {
             "--steps": (self.steps, MIN_STEPS),
             "--batch-size": (self.batch, 1),
@@ -77,7 +77,7 @@ class Settings:
 
 
 def settings(*, tiny: bool, **given: Any) -> Settings:
-    """Settings of what was given; for a None, the default."""
+    """Settings from the given values; the default for None."""
     named = {name: value for name, value in given.items() if value is not None}
     return Settings(**{**(TINY if tiny else {}), **named})
 

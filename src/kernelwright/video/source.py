@@ -14,7 +14,7 @@ from ..errors import BadSetting, CannotRun
 def pipeline(
     model: str | None, *, tiny: bool = False, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """diffusers' LTXPipeline: of a folder, of an id on the Hub, or, for None, random weights."""
+    """diffusers' LTXPipeline: from a folder, from the Hub, or, for None, with random weights."""
     if not installed("diffusers") or not installed("transformers"):
         raise CannotRun("diffusers is not installed: pip install 'kernelwright[models]'")
     if model is None:
@@ -27,9 +27,9 @@ def pipeline(
 
 def _loaded(model: str, tiny: bool, dtype: torch.dtype, device: torch.device) -> Any:
     if tiny:
-        raise BadSetting("--tiny", "goes with random weights: leave --model or --tiny out")
+        raise BadSetting("--tiny", "has random weights: leave --model or --tiny out")
     try:
-        # configs alone tell what it is, before gigabytes are read
+        # read the configs first: a wrong class fails before gigabytes are loaded
         found = type(models.load(model, device="meta")).__name__
         if found != "LTXPipeline":
             raise BadSetting("--model", f"{model!r} is a {found}, expected an LTXPipeline")

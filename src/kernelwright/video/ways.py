@@ -1,4 +1,4 @@
-"""The ways to run a pipeline: plain diffusers, torch.compile, injected, and all of it combined."""
+"""The configurations of a pipeline: plain diffusers, torch.compile, injected, and combinations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..inject.engine import NUMERICS
 
 @dataclass(frozen=True)
 class Way:
-    """`numerics` is None for plain diffusers."""
+    """One configuration. `numerics` is None for plain diffusers."""
 
     numerics: str | None = None
     graphs: bool = False
@@ -27,11 +27,11 @@ class Way:
             expected = f"{', '.join(NUMERICS[:-1])} or {NUMERICS[-1]}"
             raise BadSetting("--numerics", f"{self.numerics!r}, expected {expected}")
         if self.graphs and self.numerics is None:
-            raise BadSetting("--graphs", "graphs come with the kernels: add exact or fused")
+            raise BadSetting("--graphs", "graphs need the kernels: add exact or fused")
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether eager's bits are promised. What torch.compile touches rounds as it likes."""
+        """Whether eager's bits are promised. torch.compile rounds where it chooses."""
         return self.numerics in (None, "exact") and not self.compiled
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Way:
 
     @contextmanager
     def applied(self, pipe: Any) -> Iterator[Report | None]:
-        """The pipeline runs this way for as long as a `with` lasts."""
+        """Run the pipeline this way during a `with` block."""
         with ExitStack() as stack:
             report = None
             if self.numerics is not None:
@@ -60,15 +60,15 @@ def one_way(
     graphs: bool = False,
     compiled: bool = False,
 ) -> Way:
-    """The way that options describe. Kernels are in unless turned off."""
+    """The way that options describe. Kernels are injected unless turned off."""
     if optimized is False and numerics is not None:
-        raise BadSetting("--numerics", "says how the kernels round, and they are turned off")
+        raise BadSetting("--numerics", "sets how the kernels round, but they are turned off")
     return Way(None if optimized is False else numerics or "exact", graphs, compiled)
 
 
 def parse_ways(text: str) -> list[Way]:
-    """Ways by name, with commas. Eager comes first whether named or not: all else is held
-    against it.
+    """Ways by name, comma-separated. Eager comes first, named or not: the others are compared with
+    it.
 
     >>> [str(way) for way in parse_ways("exact+graphs,compile")]
     ['eager', 'exact+graphs', 'compile']
@@ -91,7 +91,7 @@ def _parse(name: str) -> Way:
 
 @contextmanager
 def _compiled_blocks(transformer: Any) -> Iterator[None]:
-    """torch.compile by block, as diffusers recommends: one block is compiled for all."""
+    """torch.compile by block, as diffusers recommends: one compilation serves all blocks."""
     torch._dynamo.reset()
     transformer.compile_repeated_blocks()
     try:

@@ -1,4 +1,4 @@
-"""Frames to a file: mp4 or gif. A file is there whole or not at all."""
+"""Writes frames to mp4 or gif, atomically: the file is complete or absent."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..errors import BadSetting, CannotRun
 from ..measure.results import check_writable
 
 FORMATS = (".mp4", ".gif")
-# x264's constant quality: 0 is lossless, 23 its default, 18 hard to tell from the frames
+# x264's constant rate factor: 0 is lossless, 23 the default, 18 visually almost lossless
 QUALITY = "18"
 
 
 def check_output(path: Path) -> None:
-    """Raise an error, before any work, if a video could not be written there afterwards."""
+    """Raise an error, before any work, if a video cannot be written there."""
     if path.suffix.lower() not in FORMATS:
         raise BadSetting("--output", f"{path}: expected a name that ends in {' or '.join(FORMATS)}")
     if path.suffix.lower() == ".mp4" and not installed("av"):
@@ -48,7 +48,7 @@ def write_videos(files: list[list[Path]], videos: Tensor, fps: int) -> list[str]
 
 
 def write_video(path: Path, frames: Tensor, fps: int) -> None:
-    """Write frames [frames, height, width, 3] of bytes, as the name's ending says."""
+    """Write frames [frames, height, width, 3] of bytes, in the format of the file's suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _whole_or_nothing(path) as part:
         if path.suffix.lower() == ".gif":

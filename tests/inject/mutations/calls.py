@@ -1,4 +1,4 @@
-"""What is given to a model, how it is called, and the switches of PyTorch around the call."""
+"""The inputs of a model, how it is called, and PyTorch's switches around the call."""
 
 from contextlib import nullcontext
 
@@ -57,7 +57,7 @@ def another_prompt(world, draw):
 
 @on_world("inputs.a prompt at the address of the last")
 def same_address(world, draw):
-    """The old one is freed first, so the allocator may give its memory again."""
+    """The old one is freed first, so the allocator may reuse its memory."""
     values, inputs = noise(draw, prompt(world)), dict(world.inputs)
     world.inputs = {}
     del inputs[PROMPT]
@@ -166,7 +166,7 @@ def mask(world, draw):
 
 
 def toggled(world, name, way):
-    """A way to call from now on; None if the world had it, which ends it."""
+    """Call in this way from now on; `NotHere` if it is on already. Returns the undo."""
     if name in world.ways:
         raise NotHere
     world.ways[name] = way
@@ -252,7 +252,7 @@ def functional(world, draw):
     factor = draw.choice((0.5, 1.2))
     modules = world.twin.model.named_modules
     if len(list(modules(remove_duplicate=False))) > len(list(modules())):
-        raise NotHere  # PyTorch does not give back all parameters of a module that is there twice
+        raise NotHere  # PyTorch does not restore all parameters of a module that occurs twice
 
     def once(model, inputs):
         others = {n: p.detach() * factor for n, p in model.named_parameters()}
@@ -264,7 +264,7 @@ def functional(world, draw):
 def transformed(world):
     """The model as a function of its latents, for the transforms of torch.func."""
     if any("_diffusers_hook" in vars(m) for m in world.twin.model.modules()):
-        raise NotHere  # offload that swaps weights inside a transform crashes PyTorch itself
+        raise NotHere  # offload that swaps weights inside a transform crashes PyTorch
     name = latents(world)
 
     def function(model, inputs):
@@ -289,7 +289,7 @@ def jvp(world, draw):
     tangent = noise(draw, world.inputs[name])
 
     def once(model, inputs):
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no forward derivative
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no forward-mode derivative
             return torch.func.jvp(function(model, inputs), (inputs[name],), (tangent,))
 
     world.once = once

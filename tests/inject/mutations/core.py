@@ -25,11 +25,11 @@ class NotHere(Exception):
 
 
 class Refused(Exception):
-    """Eager itself cannot do this: says nothing about injection."""
+    """Eager itself fails here: it says nothing about injection."""
 
 
 class Differs(AssertionError):
-    """The injected model does other than the one that is not."""
+    """The injected model behaves differently from the one that is not."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Kind:
     name: str
     change: object
     of_models: bool
-    exact_only: bool = False  # keeps state in the model, which an injected copy cannot take over
+    exact_only: bool = False  # keeps state in the model that a copy cannot take over
     on_gpu: bool = False  # there is nothing to change without one
     after: tuple = ()  # kinds without which there is nothing to see
 
@@ -48,7 +48,7 @@ def on_models(name, **how):
 
 
 def on_world(name, **how):
-    """Registers a change of all else: `change(world, draw)` returns None or `undo()`."""
+    """Registers a change of anything else: `change(world, draw)` returns None or `undo()`."""
     return _register(name, False, **how)
 
 
@@ -76,7 +76,7 @@ class Side:
     originals: list = field(default_factory=list)  # models that were copied
 
     def modules(self, wanted):
-        """Names of the modules that `wanted` says yes to, the same on both sides."""
+        """Names of the modules that `wanted` accepts, the same on both sides."""
         return [n for n, m in self.model.named_modules() if n and wanted(m)]
 
     def pick(self, draw, wanted):
@@ -90,7 +90,7 @@ class Side:
 
 
 class World:
-    """A preset's model twice, its inputs, and everything that was done to them since."""
+    """A preset's model twice, its inputs, and everything that was done to them."""
 
     def __init__(
         self, preset, numerics="exact", graphs=False, device="cpu", dtype=torch.float32, tiny=True
@@ -109,7 +109,7 @@ class World:
         self.close()
 
     def close(self):
-        """What is outside of the models is as it was, whatever happened."""
+        """Undo all changes outside of the models."""
         while self.process:
             self.process.pop()()
         for side in self.sides:
@@ -117,7 +117,7 @@ class World:
                 handle.remove()
 
     def reset(self):
-        """Models as they were built, nothing injected, and what is outside of them as it was."""
+        """Rebuild the models without injection, and undo all changes outside of them."""
         self.twin, self.ours = (Side(m) for m in self._built())
         self.injected = False
         self.ways = {}  # by name: what a call happens in, given its model
@@ -167,7 +167,7 @@ class World:
         return f"replay({self.preset!r}, {self.done!r}, numerics={self.numerics!r}{more})"
 
 
-# layers of fewer than 64 rows are not done in eight bits
+# layers with fewer than 64 rows do not run in fp8
 SIZES = {
     ("ltx-video", "fp8"): {"height": 128, "width": 128, "frames": 33},
     ("flux-dev", "fp8"): {"height": 256, "width": 256},
@@ -191,7 +191,7 @@ def outputs(result):
 
 
 def same_bits(a, b):
-    """torch.equal, but that NaN is equal to NaN."""
+    """torch.equal, with NaN equal to NaN."""
     a, b = outputs(a), outputs(b)
     return len(a) == len(b) and all(map(_same, a, b))
 
@@ -215,7 +215,7 @@ def difference(a, b):
 
 
 def call(world, side):
-    """The result of one call as the world has it done, with gradients where they are recorded."""
+    """The result of one call in the current way, with gradients where they are recorded."""
     model = side.model
     torch.manual_seed(world.seed)
     with ExitStack() as stack:

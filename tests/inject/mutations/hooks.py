@@ -1,4 +1,4 @@
-"""What looks on or changes what flows: hooks of modules, of all modules, and parametrizations."""
+"""Hooks that observe or change values: on modules, on all modules, and parametrizations."""
 
 from torch import nn
 from torch.nn.modules import module as global_hooks
@@ -98,7 +98,7 @@ def of(side, factor):
     """A hook for the modules of one side, as the process has one registry for all."""
 
     def hook(module, args, out):
-        # the model may be another one by now: a copy
+        # the model may have been replaced by a copy
         inside = any(module is m for m in side.model.modules())
         if inside and not list(module.children()):
             side.seen[f"global {type(module).__name__}"] += 1

@@ -1,4 +1,4 @@
-"""The model as a whole: copies, files, dtypes, injection again, and what libraries switch on."""
+"""The model as a whole: copies, files, dtypes, repeated injection, and features of libraries."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from .core import Differs, NotHere, Refused, on_models, on_world
 
 @on_models("life.deepcopy")
 def copied(side, draw):
-    side.originals.append(side.model)  # somebody may hold on to it, or not
+    side.originals.append(side.model)  # a reference to it may be kept, or not
     side.model = copy.deepcopy(side.model)
     if draw.random() < 0.5:
         side.originals.clear()
@@ -23,17 +23,17 @@ def copied(side, draw):
 
 @on_models("life.pickle", exact_only=True)
 def pickled(side, draw):
-    """What comes back may be injected or not."""
+    """The copy may be injected or not."""
     side.model = pickle.loads(pickle.dumps(side.model))
     for module in side.model.modules():
-        # pickle brings a forward of the instance back as the one that the class has then
+        # unpickling turns a forward of the instance into the class's forward at that time
         if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
             del module.forward
 
 
 @on_world("life.torch.save of the state")
 def state(world, draw):
-    """Both models have the same state, and take it again from a file."""
+    """Both models have the same state, and load it from a file."""
     found = []
     for side in world.sides:
         file = io.BytesIO()
@@ -129,7 +129,7 @@ def fused_projections(side, draw):
 
 @on_world("life.attention backend")
 def backend(world, draw):
-    """`set_attention_backend` sets one for the process too, which resetting does not undo."""
+    """`set_attention_backend` also sets it for the process, which resetting does not undo."""
     if not hasattr(world.twin.model, "set_attention_backend"):
         raise NotHere
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry

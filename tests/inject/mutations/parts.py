@@ -89,7 +89,7 @@ def activation(side, draw):
 
 
 def swap(side, parent, child, new):
-    """Another module in the place of one, and the way back."""
+    """Replace a module by another; returns the undo."""
     holder = side.model.get_submodule(parent)
     before = holder._modules[child]
     setattr(holder, child, new)
@@ -120,7 +120,7 @@ def feed_forward(side, draw):
 
 
 class Doubled(nn.Module):
-    """Looks like no norm that anybody knows."""
+    """Resembles no known norm."""
 
     def __init__(self, norm):
         super().__init__()
@@ -140,7 +140,7 @@ def norm(side, draw):
 
 
 def subclass(kind, method, factor=0.5):
-    """A class of the same name and module, whose method does other work."""
+    """A class of the same name and module, with a different method."""
     usual = getattr(kind, method)
 
     def changed(self, *args, **kwargs):
@@ -195,7 +195,7 @@ for part, wanted in WRAPPED.items():
 
 @on_models("parts.forwards wrapped that count")
 def counted(side, draw):
-    """Somebody's own code, with an effect that must happen once a call."""
+    """User code with a side effect that must happen once per call."""
     wanted = WRAPPED[draw.choice(list(WRAPPED))]
     undos = [_count(side.at(name), name, side.seen) for name in side.modules(wanted)]
 
@@ -224,7 +224,7 @@ def _count(module, name, seen):
 
 
 def patch(owner, name, value):
-    """A class-wide change, and the way back."""
+    """Change a class; returns the undo."""
     had, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
 
@@ -271,7 +271,7 @@ def processor(side, draw):
 
 
 class Counting:
-    """A processor that nobody knows."""
+    """An unknown processor."""
 
     def __init__(self, inner, seen, name):
         self.inner, self.seen, self.name = inner, seen, name
@@ -302,7 +302,7 @@ def counting(side, draw):
 
 @on_models("parts.an attribute of attention")
 def attribute(side, draw):
-    """The factor of its scores, as plain as an attribute can be."""
+    """The scale of its scores, a plain attribute."""
     module = side.at(side.pick(draw, lambda m: isinstance(getattr(m, "scaling", None), float)))
     before = module.scaling
     module.scaling = before * 1.5
@@ -335,7 +335,7 @@ def _stack(model, name):
 
 @on_models("parts.a Linear without parameters")
 def plain_weight(side, draw):
-    """Its weight is an attribute like any other."""
+    """Its weight is a plain attribute."""
     module = side.at(side.pick(draw, lambda m: type(m) is nn.Linear and has_weight(m)))
     values = module.weight.detach().clone() * 1.1
     del module.weight

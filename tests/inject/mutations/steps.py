@@ -1,4 +1,4 @@
-"""Draws changes, makes them on both sides, and holds the sides against each other after each."""
+"""Draws changes, applies them to both sides, and compares the sides after each."""
 
 import copy
 from collections import Counter
@@ -16,7 +16,7 @@ GRADIENTS = {"rtol": 1e-4, "atol": 1e-6}
 HALF_GRADIENTS = {"rtol": 2**-6, "atol": 2**-10}
 
 # what each tier may be off by: eager's own error in the bfloat16 of a tiny model (8 bits of
-# mantissa, some four roundings in a row), what a layer in eight bits may lose, and float32's
+# mantissa, some four roundings in a row), the error of an fp8 layer, and float32's
 ERRORS = {"fused": 2**-6, "fp8": 0.074}
 FLOAT32_ERROR = 1e-5
 
@@ -81,7 +81,7 @@ def undo(world, draw):
 
 
 class _told:
-    """What the twin raises is eager's; what the injected model alone raises is a difference."""
+    """An error of both models is eager's; one of the injected model alone is a difference."""
 
     def __init__(self, world, side):
         self.world, self.side = world, side
@@ -105,12 +105,12 @@ def compare(world, times=1):
         with _told(world, world.twin):
             want = call(world, world.twin)
             if world.numerics != "exact":
-                # another injection of a model in the same state keeps nothing from before
+                # a new injection of a model in the same state has cached nothing
                 fresh = Side(copy.deepcopy(world.twin.model))
         if world.numerics != "exact":
             with _told(world, fresh):
                 kw.inject(fresh.model, numerics=world.numerics)
-                # at first sight the result may be the one of the check, rounded otherwise
+                # at first sight the result may be that of the check, rounded differently
                 call(world, fresh)
                 want = call(world, fresh)
         with _told(world, world.ours):
@@ -127,14 +127,14 @@ def compare(world, times=1):
 
 
 def _has_zeros(inputs):
-    """A norm over rows that are all alike divides by next to nothing: its gradient is noise."""
+    """A norm over constant rows divides by almost zero: its gradient is noise."""
     return any(isinstance(v, torch.Tensor) and v.numel() and not v.any() for v in inputs.values())
 
 
 def _as_near(world, got, want):
-    """Whether two results of a tier that may round otherwise are as near to each other as each of
-    them has to be to a float32 run: on a GPU, layers that were packed in one and not in the other
-    are multiplied by other algorithms. What is stale is off by far more."""
+    """Whether two results of a tier that may round differently are as close to each other as each
+    must be to a float32 run: on a GPU, layers that are packed in one and not in the other use
+    different GEMM algorithms. A stale result is off by far more."""
     if world.numerics == "exact" or difference(got, want).startswith("other"):
         return False
     bound = ERRORS[world.numerics]
@@ -166,8 +166,8 @@ def _gradients(got, want, noise):
 
 
 def step(world, name, number, tally=None):
-    """One change and the calls after it. False where eager does not do it; the world then starts
-    anew, as half of the change may have been made."""
+    """One change and the calls after it. False where eager refuses it; the world is then rebuilt,
+    as half of the change may have been made."""
     world.done.append((name, number))
     tally = tally or Tally()
     try:
@@ -222,7 +222,7 @@ def _injected(world, tally):
 
 
 def replay(preset, done, **how):
-    """What a failure printed, again."""
+    """Repeat the sequence that a failure printed."""
     with World(preset, **how) as world:
         if ("inject", 0) not in done:
             done = [("inject", 0), *done]

@@ -19,7 +19,7 @@ def is_norm(module):
 
 
 def weight(side, draw, wanted=has_weight):
-    """A weight of some module; norms and layers alike."""
+    """A weight of some module, norm or layer."""
     module = side.at(side.pick(draw, wanted))
     names = [n for n, p in module._parameters.items() if p is not None and p.is_floating_point()]
     if not names:
@@ -29,7 +29,7 @@ def weight(side, draw, wanted=has_weight):
 
 
 def nearby(draw, like):
-    """Other values of the same size."""
+    """Other values of the same magnitude."""
     scale = like.detach().float().std().nan_to_num(1).item() or 1.0
     return like.detach() + noise(draw, like) * (scale / 2)
 
@@ -113,7 +113,7 @@ def replaced(side, draw):
 
 @on_models("weights.a Parameter replaced, the old one freed")
 def replaced_at_the_same_place(side, draw):
-    """The allocator may give the new one the address of the old one."""
+    """The allocator may reuse the address of the old one."""
     module, name, w = weight(side, draw)
     values, wanted = nearby(draw, w).clone(), w.requires_grad
     delattr(module, name)

@@ -1,8 +1,8 @@
 """Layers of the Hub kernel `ltx-kernels`, for `kernels.kernelize`.
 
-Each has no state and no constructor: `kernelize` puts its `forward` on a module of the model, whose
-own weights it reads. They compute in float32 and round once. What a kernel cannot stand for (an
-adapter, a hook, another class, mixed dtypes) runs as the module itself would.
+A layer has no state and no constructor: `kernelize` puts its `forward` on a module of the model,
+whose weights it reads. Layers compute in float32 and round once. Where a kernel would skip
+something (an adapter, a hook, another class, mixed dtypes), the module's own code runs.
 """
 
 from .adaptive import (

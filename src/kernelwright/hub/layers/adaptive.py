@@ -12,7 +12,7 @@ from .norms import plain
 
 
 class AdaLayerNorm(nn.Module):
-    """norm(x) * (1 + scale) + shift, with both halves of a projection."""
+    """norm(x) * (1 + scale) + shift; scale and shift are the halves of a projection."""
 
     can_torch_compile = True
     has_backward = True
@@ -37,7 +37,7 @@ class AdaLayerNorm(nn.Module):
 
 
 class AdaLayerNormZero(nn.Module):
-    """A modulated norm, and what gates and modulates the branch behind it."""
+    """A modulated norm; also returns the gates and modulation of the rest of the block."""
 
     can_torch_compile = True
     has_backward = True
@@ -62,7 +62,7 @@ class AdaLayerNormZero(nn.Module):
 
 
 class AdaLayerNormZeroSingle(nn.Module):
-    """A modulated norm, and one gate."""
+    """A modulated norm; also returns one gate."""
 
     can_torch_compile = True
     has_backward = True
@@ -77,7 +77,7 @@ class AdaLayerNormZeroSingle(nn.Module):
 
 
 class AdaLayerNormContinuous(nn.Module):
-    """norm(x) * (1 + scale) + shift of a conditioning embedding."""
+    """norm(x) * (1 + scale) + shift, both projected from a conditioning embedding."""
 
     can_torch_compile = True
     has_backward = True
@@ -113,7 +113,7 @@ class SD35AdaLayerNormZeroX(nn.Module):
 
 
 def norm_modulate(norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """norm(x) * (1 + scale) + shift, in one pass where the norm is a plain one."""
+    """norm(x) * (1 + scale) + shift, fused where `plain` knows the norm."""
     parts = plain(norm, x, scale, shift)
     if parts is None or scale.ndim not in (x.ndim, 1):
         return norm(x) * (1 + scale) + shift

@@ -158,15 +158,15 @@ def gelu_form(activation: Any) -> str | None:
 
 
 def hooked(module: Any) -> bool:
-    """Whether somebody wants to see a module being called."""
+    """Whether a module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def activated(first: Any, x: Tensor) -> Tensor:
-    """What the first part of a FeedForward does, in fewer passes where it is a known one."""
+    """The first part of a FeedForward, fused where its class is known."""
     place, name = type(first).__module__, type(first).__name__
     proj: Any = getattr(first, "proj", None)
-    # an adapter around the Linear, or a hook on it, wants to be called
+    # an adapter around the Linear, or a hook on it, has to run
     bare = type(proj) is nn.Linear and not hooked(proj)
     if place != "diffusers.models.activations" or not bare:
         return first(x)

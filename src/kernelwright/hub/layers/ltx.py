@@ -1,4 +1,4 @@
-"""LTX-Video, a block at a time: norms, modulation, gates and residuals in three launches."""
+"""A block of LTX-Video: norms, modulation, gates and residuals in three launches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LTXVideoTransformerBlock(nn.Module):
 
 
 class LTXAttention(nn.Module):
-    """diffusers' LTXAttention: query and key normalised over all heads and turned in one launch."""
+    """diffusers' LTXAttention, with the norm and RoPE of query and key in one launch."""
 
     can_torch_compile = True
     has_backward = True
@@ -139,7 +139,7 @@ class LTXAttention(nn.Module):
 
 
 def alike(q: Any, k: Any) -> bool:
-    """One RMSNorm for query and key, but for their weights."""
+    """Whether the RMSNorms of query and key differ in their weights only."""
     if q is None or k is None:
         return False
     same = q[0] == k[0] == "rms" and q[3] == k[3]

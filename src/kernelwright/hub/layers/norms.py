@@ -1,4 +1,4 @@
-"""Norms as layers of a Hub kernel: stateless, `self` is the module that they are put on."""
+"""Norms as layers of a Hub kernel: stateless, `self` is the module whose forward they replace."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DiffusersRMSNorm(nn.Module):
 
 
 class TorchRMSNorm(nn.Module):
-    """torch.nn.RMSNorm: `weight` or None, `eps` or None for one that torch chooses."""
+    """torch.nn.RMSNorm: `weight` or None; `eps`, or None for torch's default of the dtype."""
 
     can_torch_compile = True
     has_backward = True
@@ -89,8 +89,8 @@ Parts = tuple[str, Tensor | None, Tensor | None, float]
 
 
 def plain(norm: Any, *beside: Tensor) -> Parts | None:
-    """Kind, weight, bias and eps of a norm, if a kernel may stand for it: a class that is known,
-    nobody listening, and one dtype with the tensors beside it."""
+    """Kind, weight, bias and eps of a norm that a kernel can replace: its class is known, it has no
+    hooks, and its weights have the dtype of the other tensors. Otherwise None."""
     place, name = type(norm).__module__, type(norm).__name__
     diffusers = place == "diffusers.models.normalization"
     if type(norm) is nn.LayerNorm or (diffusers and name == "FP32LayerNorm"):

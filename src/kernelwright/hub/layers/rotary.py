@@ -19,7 +19,7 @@ class RotaryPosEmb(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         if cos.dtype != q.dtype or cos.shape[-1] != q.shape[-1]:
-            # tables of another dtype promote; narrower ones turn a part of the head
+            # tables of another dtype promote the result; narrower tables rotate a part of the head
             return turned(q, cos, sin), turned(k, cos, sin)
         return apply_rope_qk(q, k, cos, sin, layout="half")
 

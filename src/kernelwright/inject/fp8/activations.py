@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...ops import fp8
 from ...ops.op import Op
 from ..graphs.capture import capturing, phase
-from ..runtime.sites import current
+from ..runtime.sites import mode
 
 Rows = tuple[Tensor, Tensor]
 # modules whose result a layer reads in fp8, and whether they have quantised it themselves yet
@@ -82,9 +82,9 @@ class Makers:
     def __call__(self, maker: nn.Module, op: Op, *args: Any, backend: str | None) -> Any:
         """Run an op of `fp8.rows`; its first result is what layers will be given. `maker` is the
         module that this op is a part of or that reads it, the same at every call."""
-        wanted = current.fp8 and self._is_wanted(maker)
+        wanted = mode.fp8 and self._is_wanted(maker)
         *made, rows, scale = op.run(*args, wanted, backend=backend)
-        if current.fp8 and not made[0].is_inference():
+        if mode.fp8 and not made[0].is_inference():
             _keep(made[0], (rows, scale) if wanted else None, maker, self._known)
         return made[0] if len(made) == 1 else tuple(made)
 

@@ -24,9 +24,9 @@ from ..graphs.capture import capturing, depend, keep
 from ..runtime import forwards, model_run
 from ..runtime.forwards import MARK, hooked
 from ..runtime.input_key import in_words
-from ..runtime.sites import Forward, current, tells
+from ..runtime.sites import Forward, informative, mode
 from ..state.hooks import is_plain
-from ..state.tensor_samples import Contents
+from ..state.tensor_samples import TensorSamples
 from ..verify import accuracy
 from ..verify.findings import Finding
 from ..verify.first_sight import Checker
@@ -65,7 +65,7 @@ class Fp8Layers:
     """The quantised layers of one injection."""
 
     checker: Checker
-    contents: Contents
+    samples: TensorSamples
     _layers: WeakKeyDictionary[nn.Module, Quantised] = field(default_factory=WeakKeyDictionary)
     # norms and GELUs that quantise what they return for the layers behind them
     makers: Makers = field(default_factory=Makers)
@@ -98,7 +98,7 @@ class Fp8Layers:
 
     def wanted(self, layer: nn.Module) -> bool:
         """Whether a layer is to run in fp8, here and now."""
-        if torch.compiler.is_compiling() or current.eager or not current.fp8:
+        if torch.compiler.is_compiling() or mode.eager or not mode.fp8:
             return False
         kept = self._layers.get(layer)
         usable = kept is None or kept.good is not False
@@ -124,7 +124,7 @@ class Fp8Layers:
             self.checker.misfits[layer] = why
             return None
         kept = self._layers.get(layer)
-        if kept is None or not kept.is_of(layer, self.contents) or kept.good is None:
+        if kept is None or not kept.is_of(layer, self.samples) or kept.good is None:
             if capturing():
                 self.checker.misfits[layer] = FIRST_IN_A_GRAPH
                 return None
@@ -150,12 +150,12 @@ class Fp8Layers:
             return None
         pack = self._packs.get(layers[0])
         if pack is None or not pack.is_of(
-            layers, list(map(self._layers.get, layers)), self.contents
+            layers, list(map(self._layers.get, layers)), self.samples
         ):
             if capturing():
                 return None
             pack = self._packs[layers[0]] = Pack.of(
-                layers, map(self._quantised, layers), self.contents
+                layers, map(self._quantised, layers), self.samples
             )
         for layer in layers:
             depend(layer.weight)
@@ -171,8 +171,8 @@ class Fp8Layers:
     def _quantised(self, layer: Any) -> Quantised:
         """A layer as it is now."""
         kept = self._layers.get(layer)
-        if kept is None or not kept.is_of(layer, self.contents):
-            kept = self._layers[layer] = quantise(layer, self.contents)
+        if kept is None or not kept.is_of(layer, self.samples):
+            kept = self._layers[layer] = quantise(layer, self.samples)
         return kept
 
     def _first_sight_together(
@@ -196,7 +196,7 @@ class Fp8Layers:
     def _first_sight(self, layer: Any, kept: Quantised, x: Tensor, result: Tensor) -> Tensor:
         """The fp8 result, or that of the layer's own forward if it is too far off."""
         expected = type(layer).forward(layer, x)
-        if not tells(expected):
+        if not informative(expected):
             return expected  # zeros and NaN prove nothing: compare again at the next call
         error = accuracy.error(result, expected)
         kept.good = error <= LIMIT
@@ -227,9 +227,9 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
         return "a hook wants to see it being called"
     if not is_plain(layer, nn.Linear):
         return "its class has another forward now"
-    if id(layer) in model_run.current.adapted or id(layer) in current.adapted:
+    if id(layer) in model_run.active.adapted or id(layer) in mode.adapted:
         return "an adapter is around it"
-    if not model_run.current.token and not current.inside:
+    if not model_run.active.token and not mode.inside:
         return "it was called outside its model"
     if x.numel() < ROWS * x.shape[-1]:
         return f"fewer than {ROWS} rows"

@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from ...ops import fp8
-from ..reuse.prompt_values import Made
-from ..state.tensor_samples import Contents
+from ..reuse.prompt_values import MadeFrom
+from ..state.tensor_samples import TensorSamples
 
 
 @dataclass
 class Quantised:
     """The weight of a layer in fp8. `good` is None until its result was compared."""
 
-    made: Made
+    made: MadeFrom
     weight: Tensor
     scale: Tensor
     good: bool | None = None
 
-    def is_of(self, layer: Any, contents: Contents) -> bool:
+    def is_of(self, layer: Any, samples: TensorSamples) -> bool:
         """Whether this is still the layer's weight, and nobody has written to it since."""
-        return self.made.holds((layer.weight,), contents.epoch)
+        return self.made.holds((layer.weight,), samples.epoch)
 
 
-def quantise(layer: Any, contents: Contents) -> Quantised:
+def quantise(layer: Any, samples: TensorSamples) -> Quantised:
     """A layer as it is now."""
-    contents.note(layer.weight)
-    made = Made.of((layer.weight,), contents.epoch)
+    samples.note(layer.weight)
+    made = MadeFrom.of((layer.weight,), samples.epoch)
     return Quantised(made, *fp8.quantize_weight(layer.weight))
 
 
@@ -44,18 +44,18 @@ class Pack:
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
-    biases: Made
+    biases: MadeFrom
 
     @staticmethod
-    def of(layers: Sequence[Any], quantised: Iterable[Quantised], contents: Contents) -> Pack:
+    def of(layers: Sequence[Any], quantised: Iterable[Quantised], samples: TensorSamples) -> Pack:
         kept = tuple(quantised)
         # not every device can concatenate fp8 tensors
         weight = torch.cat([k.weight.view(torch.uint8) for k in kept]).view(fp8.DTYPE)
         scale = torch.cat([k.scale for k in kept])
         biases = _biases(layers)
         for b in biases:
-            contents.note(b)
-        made = Made.of(biases, contents.epoch)
+            samples.note(b)
+        made = MadeFrom.of(biases, samples.epoch)
         bias = torch.cat([b.detach() for b in biases]) if biases else None
         sizes = [m.out_features for m in layers]
         for k, w, s in zip(kept, weight.split(sizes), scale.split(sizes), strict=True):
@@ -63,14 +63,14 @@ class Pack:
         return Pack(kept, weight, scale, bias, made)
 
     def is_of(
-        self, layers: Sequence[Any], kept: Sequence[Quantised | None], contents: Contents
+        self, layers: Sequence[Any], kept: Sequence[Quantised | None], samples: TensorSamples
     ) -> bool:
         """Whether this is of these layers, as they were quantised last, and they are unchanged."""
         return (
             len(kept) == len(self.layers)
             and all(a is b for a, b in zip(kept, self.layers, strict=True))
-            and all(k.is_of(m, contents) for k, m in zip(self.layers, layers, strict=True))
-            and self.biases.holds(_biases(layers), contents.epoch)
+            and all(k.is_of(m, samples) for k, m in zip(self.layers, layers, strict=True))
+            and self.biases.holds(_biases(layers), samples.epoch)
         )
 
 

@@ -1,20 +1,20 @@
-"""The places where a model's steps become one kernel.
+"""The fusion sites: where several steps of a model become one kernel.
 
-Every method is one such place: the eager steps, as the model libraries write them, beside the op
-that does the same in one pass. Recipes call these; they decide nothing about numerics themselves.
+Each method is one site: the eager steps, as the model libraries write them, beside the op that
+computes the same in one pass. Recipes call these methods; the methods choose numerics and backend.
 """
 
 from __future__ import annotations
 
-from .attention import AttentionPlaces
+from .attention import AttentionFusions
 from .base import hooked_now
-from .feed_forward import FeedForwardPlaces
-from .norms import NormPlaces
+from .feed_forward import FeedForwardFusions
+from .norms import NormFusions
 from .projections import GATE_UP, QKV, TEXT_QKV
-from .prompt import TextPlaces
+from .prompt import PromptFusions
 
 __all__ = ["GATE_UP", "QKV", "TEXT_QKV", "Fusions", "hooked_now"]
 
 
-class Fusions(NormPlaces, TextPlaces, AttentionPlaces, FeedForwardPlaces):
-    """How the places of one injection are fused."""
+class Fusions(NormFusions, PromptFusions, AttentionFusions, FeedForwardFusions):
+    """All fusion sites of one injection."""

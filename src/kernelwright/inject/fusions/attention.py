@@ -1,4 +1,4 @@
-"""What stands around attention, and the attention itself."""
+"""Attention, the norms and RoPE of query and key before it, and the projection after it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ...ops.rope.apply import APPLY_ROPE_QK
 from ..reuse.rope_tables import QK_NORM_ROPE_KEPT
 from ..runtime.sites import declined, site
 from ..state.switches import torch_attends
-from .base import CHANGES_DTYPE, Part, Places, is_linear
+from .base import CHANGES_DTYPE, BaseFusions, Part, is_linear
 
 
-class QkNorms(NamedTuple):
-    """What a kernel for the norms of query and key is given; `each`: it is one for each."""
+class QkNormOperands(NamedTuple):
+    """Arguments for the norm of query and key; `separate`: one launch for each of the two."""
 
     q_weight: Part
     k_weight: Part
     eps: float
     exact: str | None
     backend: str | None
-    each: bool
+    separate: bool
 
 
-class AttentionPlaces(Places):
+class AttentionFusions(BaseFusions):
     def qk_norm_rope(
         self,
         query: Tensor,
@@ -50,23 +50,23 @@ class AttentionPlaces(Places):
         chain: str = "diffusers",
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """rotate(norm_q(query)), rotate(norm_k(key)). `rotate` is the model's own function, and
-        `rotary` its tables; `chain` the eager steps, as `qk_norm_rope` of the ops names them.
-        `heads`: `rotate` parts each token into so many, whose width the tables have (Wan).
+        """rotate(norm_q(query)), rotate(norm_k(key)). `rotate` is the model's own function with the
+        tables `rotary`; `chain` names the eager steps, as in the op `qk_norm_rope`. `heads`:
+        `rotate` splits each token into this many, and the tables have the width of one (Wan).
         `out` are tensors to write into."""
 
         def eager() -> tuple[Tensor, Tensor]:
             return rotate(norm_q(query)), rotate(norm_k(key))
 
         name = "QK-norm + RoPE" if rotary is not None else "QK-norm"
-        how = self.qk_norms(name, query, key, norm_q, norm_k, rotary, across_heads, chain)
+        how = self.qk_norm_operands(name, query, key, norm_q, norm_k, rotary, across_heads, chain)
         if how is None:
             return _into(out, eager())
         cos, sin = (None, None) if rotary is None else rotary
-        q_weight, k_weight, eps, exact, backend, each = how
+        q_weight, k_weight, eps, exact, backend, separate = how
 
         def kernel() -> tuple[Tensor, Tensor]:
-            if each:
+            if separate:
                 q_out, k_out = out or (None, None)
                 return (
                     RMSNORM(query, q_weight, eps, out=q_out, exact=exact, backend=backend),
@@ -83,13 +83,13 @@ class AttentionPlaces(Places):
                 across_heads,
                 layout,
             )
-            if torch.compiler.is_compiling() and cos is not None and not _recorded(*operands[:6]):
+            if torch.compiler.is_compiling() and cos is not None and not _needs_grad(*operands[:6]):
                 return QK_NORM_ROPE_KEPT(*operands, exact or "", backend or selection.traced())
             return QK_NORM_ROPE(*operands, out=out, exact=exact, backend=backend)
 
         return _into(out, site(name, eager, kernel, query, key))
 
-    def qk_norms(
+    def qk_norm_operands(
         self,
         name: str,
         query: Tensor,
@@ -99,28 +99,31 @@ class AttentionPlaces(Places):
         rotary: tuple[Tensor, Tensor] | None,
         across_heads: bool = False,
         chain: str = "diffusers",
-    ) -> QkNorms | None:
-        """How a kernel may stand for the norms of query and key, and the rotation behind them."""
-        q_read, k_read = self._read(name, norm_q, query), self._read(name, norm_k, key)
+    ) -> QkNormOperands | None:
+        """Arguments of the kernel for both norms and the RoPE after them; None if there is none."""
+        q_read, k_read = (
+            self._norm_operands(name, norm_q, query),
+            self._norm_operands(name, norm_k, key),
+        )
         if q_read is None or k_read is None:
             return None
         q, q_weight, q_bias, eps = q_read
         k, k_weight, k_bias, k_eps = k_read
         alike = q == k and eps == k_eps and (q_weight is None) == (k_weight is None)
         if q.kind != "rms" or not alike or q_bias is not None or k_bias is not None:
-            declined(name, "not one RMSNorm for query and key")
+            declined(name, "query and key need RMSNorms of one kind, without bias")
             return None
         expected = "transformers" if chain == "transformers" else "torch"
-        # the RMSNorm of diffusers has no exact kernel for both, only one for each
-        each = self.exact and q.chain == "diffusers" and rotary is None and not across_heads
-        if self.exact and q.chain != expected and not each:
-            declined(name, f"no kernel has the steps of the RMSNorm of {q.chain} before RoPE")
+        # exact mode has no kernel that does diffusers' RMSNorm for both query and key
+        separate = self.exact and q.chain == "diffusers" and rotary is None and not across_heads
+        if self.exact and q.chain != expected and not separate:
+            declined(name, f"no exact kernel for the RMSNorm of {q.chain} before RoPE")
             return None
-        if rotary is not None and _widens(chain, query, rotary[0]):
+        if rotary is not None and _promotes_dtype(chain, query, rotary[0]):
             declined(name, CHANGES_DTYPE)
             return None
-        exact, backend = self._how(query, q.chain if each else chain)
-        return QkNorms(q_weight, k_weight, eps, exact, backend, each)
+        exact, backend = self._exact_and_backend(query, q.chain if separate else chain)
+        return QkNormOperands(q_weight, k_weight, eps, exact, backend, separate)
 
     def rope(
         self,
@@ -138,10 +141,10 @@ class AttentionPlaces(Places):
             return rotate(query), rotate(key)
 
         cos, sin = rotary
-        if _widens(chain, query, cos):
+        if _promotes_dtype(chain, query, cos):
             declined("RoPE", CHANGES_DTYPE)
             return eager()
-        exact, backend = self._how(query, chain)
+        exact, backend = self._exact_and_backend(query, chain)
         return site(
             "RoPE",
             eager,
@@ -154,8 +157,8 @@ class AttentionPlaces(Places):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Part, processor: Any
     ) -> Tensor:
         """Attention over [batch, tokens, heads, dim], as diffusers' processors call it. A backend
-        that the person set, and context parallelism, are theirs to decide."""
-        # names, not the module: Dynamo of torch 2.11 cannot import from a package that is lazy
+        or context parallelism that the user has set is left alone."""
+        # by full name: Dynamo of torch 2.11 cannot import from a lazy package
         from diffusers.models.attention_dispatch import (
             AttentionBackendName,
             dispatch_attention_fn,
@@ -171,11 +174,11 @@ class AttentionPlaces(Places):
         if self.exact or chosen != (None, None) or torch.compiler.is_compiling():
             return eager()
         if not torch_attends():
-            return eager()  # somebody has put another function in the place of PyTorch's
+            return eager()  # F.scaled_dot_product_attention was patched
         if active_attention_backend() != AttentionBackendName.NATIVE:
-            return eager()  # chosen for all models
+            return eager()  # another backend is set for all models
         if mask is not None and mask.ndim != 4:
-            return eager()  # diffusers gives fewer dimensions a meaning of its own
+            return eager()  # diffusers interprets masks of fewer dimensions differently
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return site("attention", eager, lambda: attention(q, k, v, mask).transpose(1, 2), q, k, v)
 
@@ -187,8 +190,8 @@ class AttentionPlaces(Places):
         mask: Part = None,
         gathered: bool = False,
     ) -> Tensor:
-        """F.scaled_dot_product_attention over [batch, tokens, heads, dim], read where they lie.
-        `gathered`: the model joins streams of tokens for it, and so copies the heads apart."""
+        """F.scaled_dot_product_attention over [batch, tokens, heads, dim], without copies.
+        `gathered`: eager concatenates streams of tokens per head, and so has contiguous heads."""
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
 
         def eager() -> Tensor:
@@ -204,10 +207,10 @@ class AttentionPlaces(Places):
             return eager()
         return site("attention", eager, kernel, q, k, v)
 
-    def of_first(self, linear: Any, rows: Tensor, tokens: int) -> Tensor:
-        """linear(rows[:, :tokens]). PyTorch copies such a part of a batch together, and adds the
-        bias in a pass of its own; here all rows go through one product, and a part is taken of it.
-        Copy and bias took 39 us of a block of SD3.5 (1024 x 1024, batch 2) on an H200."""
+    def linear_of_first_tokens(self, linear: Any, rows: Tensor, tokens: int) -> Tensor:
+        """linear(rows[:, :tokens]). PyTorch makes such a slice contiguous, and adds the bias in a
+        pass of its own; here one GEMM runs over all rows, and its result is sliced. Copy and bias
+        took 39 us of a block of SD3.5 (1024 x 1024, batch 2) on an H200."""
         part = rows[:, :tokens]
 
         def eager() -> Tensor:
@@ -220,12 +223,12 @@ class AttentionPlaces(Places):
         if linear.bias is None or linear.weight.dtype != rows.dtype or 2 * tokens < rows.shape[1]:
             return eager()
 
-        exact, backend = self._how(rows, "diffusers")
+        exact, backend = self._exact_and_backend(rows, "diffusers")
 
         def kernel() -> Tensor:
             if self.exact:  # eager rounds before it adds the bias
                 y = algorithms.linear(rows, linear.weight)[:, :tokens]
-                # PyTorch's addition reads such rows element by element
+                # PyTorch's addition does not vectorise over strided rows
                 return GATED_RESIDUAL(
                     y, linear.bias.expand_as(y), None, exact=exact, backend=backend
                 )
@@ -235,17 +238,17 @@ class AttentionPlaces(Places):
 
 
 def _into(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> Any:
-    """`made`, in the memory of `out` if there is one."""
+    """`made`, copied into `out` if that is given."""
     if out is None:
         return made
     return tuple(m if m is o else o.copy_(m) for m, o in zip(made, out, strict=True))
 
 
-def _recorded(*tensors: Part) -> bool:
-    """Whether autograd records what is done to these."""
+def _needs_grad(*tensors: Part) -> bool:
+    """Whether autograd records operations on these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _widens(chain: str, x: Tensor, table: Part) -> bool:
-    """Whether RoPE in the dtypes of its operands, as transformers has it, ends in a wider one."""
+def _promotes_dtype(chain: str, x: Tensor, table: Part) -> bool:
+    """Whether RoPE as transformers writes it, in the dtypes of its operands, widens the result."""
     return chain == "transformers" and table is not None and table.dtype != x.dtype

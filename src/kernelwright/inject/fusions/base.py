@@ -1,4 +1,4 @@
-"""What all places share: how an injection is to be fused, and what a norm of the model is."""
+"""What all fusion sites share: numerics, backend and caches of an injection, and its norms."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..fp8.layers import Fp8Layers
 from ..identify import norm_kinds
 from ..identify.norm_kinds import Norm
 from ..reuse.packed_gemm import SameBits
-from ..reuse.prompt_values import Prompts, Shared
+from ..reuse.prompt_values import PerForwardCache, Prompts
 from ..reuse.rope_tables import Tables
 from ..runtime.forwards import hooked
-from ..runtime.sites import NotHere, declined
+from ..runtime.sites import BackendUnavailable, declined
 from ..state.hooks import is_plain
-from ..state.tensor_samples import Contents
+from ..state.tensor_samples import TensorSamples
 
 Part = Tensor | None
 CHANGES_DTYPE = "eager changes the dtype here"
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """How the places of one injection are fused: `numerics` and `backend` as `inject` was given
-    them, `norms` the kinds of norm found in the model."""
+class BaseFusions:
+    """Settings and caches of one injection: `numerics` and `backend` as given to `inject`; `norms`
+    are the kinds of norm found in the model."""
 
     numerics: str
     backend: str | None
@@ -35,68 +35,70 @@ class Places:
     tables: Tables = field(default_factory=Tables)
     prompts: Prompts = field(init=False)
     fp8_layers: Fp8Layers | None = None
-    contents: Contents = field(default_factory=Contents)
-    masks: Shared = field(default_factory=Shared)
-    modulations: Shared = field(default_factory=Shared)
+    samples: TensorSamples = field(default_factory=TensorSamples)
+    masks: PerForwardCache = field(default_factory=PerForwardCache)
+    modulations: PerForwardCache = field(default_factory=PerForwardCache)
     same_bits: SameBits = field(default_factory=SameBits)
-    # the same of each module, until one of the modules around it changes
-    _seen: WeakKeyDictionary[nn.Module, Norm | str] = field(default_factory=WeakKeyDictionary)
+    # the norm that each module is, until a module around it changes
+    _norm_of_module: WeakKeyDictionary[nn.Module, Norm | str] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompts", Prompts(self.contents))
+        object.__setattr__(self, "prompts", Prompts(self.samples))
 
-    def __deepcopy__(self, memo: Any) -> Places:
+    def __deepcopy__(self, memo: Any) -> BaseFusions:
         return self
 
-    def look_again(self, root: nn.Module) -> None:
-        """A module is not what it was: what its norms are is found out anew."""
+    def forget_norms(self, root: nn.Module) -> None:
+        """Identify the norms inside `root` again: it has changed."""
         for module in root.modules():
-            self._seen.pop(module, None)
+            self._norm_of_module.pop(module, None)
 
     @property
     def exact(self) -> bool:
         return self.numerics == "exact"
 
-    def _how(self, x: Tensor, chain: str | None) -> tuple[str | None, str | None]:
-        """The exact mode and the backend of an op. On a GPU an exact mode asks for its kernel by
-        name, so that an order it does not have is said and not passed over."""
+    def _exact_and_backend(self, x: Tensor, chain: str | None) -> tuple[str | None, str | None]:
+        """The exact mode and the backend of an op. On a GPU, exact mode requests CUDA by name: an
+        op then raises where it has no kernel for that order, and does not fall back."""
         if self.backend == "cuda" and x.device.type == "cpu":
-            raise NotHere(
+            raise BackendUnavailable(
                 'inject: backend is "cuda", but the model runs on the CPU; move it to a GPU, or '
                 "leave backend out"
             )
         if self.numerics != "exact":
             return None, self.backend
-        if torch.compiler.is_compiling():  # nobody could hear it
+        if torch.compiler.is_compiling():  # an error in a trace could not fall back to eager
             return chain, self.backend
         return chain, self.backend or ("cuda" if x.is_cuda else None)
 
-    def _read(
+    def _norm_operands(
         self,
         name: str,
         module: Any,
         x: Tensor,
         *parts: Part,
-        wide: bool = False,
-        bare: bool = True,
+        float32: bool = False,
+        check_hooks: bool = True,
     ) -> tuple[Norm, Part, Part, float] | None:
-        """The norm that `module` is, its weight, bias and eps, if a kernel may stand for it."""
+        """The norm, weight, bias and eps of `module`; None if a kernel may not replace it."""
         if torch.compiler.is_compiling():
             norm = self.norms.get(norm_kinds.key(module))
             weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         else:
-            norm = self._seen.get(module)
+            norm = self._norm_of_module.get(module)
             if norm is None:
-                norm = self._seen[module] = _norm_of(module)
+                norm = self._norm_of_module[module] = _identify(module)
             own = module._parameters
             weight, bias = own.get("weight"), own.get("bias")
-            if bare and hooked(module):
-                declined(name, "a hook wants to see the norm being called")
+            if check_hooks and hooked(module):
+                declined(name, "a hook is on its norm")
                 return None
         if not isinstance(norm, Norm):
-            declined(name, norm or f"{type(module).__name__} is no norm the kernels know")
+            declined(name, norm or f"no kernel for the norm {type(module).__name__}")
             return None
-        if not wide:
+        if not float32:
             dtype = x.dtype
             # a norm that computes in float32 takes weights of any dtype
             if weight is not None and weight.dtype != dtype and norm.chain != "wan":
@@ -113,14 +115,14 @@ class Places:
         return norm, weight, bias, norm_kinds.default_eps(x.dtype, x.device) if eps is None else eps
 
 
-def _norm_of(module: nn.Module) -> Norm | str:
+def _identify(module: nn.Module) -> Norm | str:
     if not norm_kinds.looks_like_norm(module):
-        return f"{type(module).__name__} is no norm the kernels know"
+        return f"no kernel for the norm {type(module).__name__}"
     return norm_kinds.describe(module)
 
 
 def is_linear(module: Any) -> bool:
-    """A plain Linear that may be read around: no adapter, no hook, no quantised weight."""
+    """A plain Linear that need not be called: no adapter, no hook, no quantised weight."""
     return (
         is_plain(module, nn.Linear)
         and type(module._parameters.get("weight")) is nn.Parameter
@@ -132,7 +134,7 @@ def hooked_now(module: nn.Module) -> bool:
     return not torch.compiler.is_compiling() and hooked(module)
 
 
-def modulated(x: Tensor, scale: Part, shift: Part) -> Tensor:
+def eager_modulate(x: Tensor, scale: Part, shift: Part) -> Tensor:
     """x * (1 + scale) + shift"""
     if scale is not None:
         x = x * (1 + scale)

@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one product."""
+"""Linear layers: those that share an input as one GEMM, others by the fastest algorithm."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from ..reuse import packed_gemm, packed_weights
 from ..runtime.forwards import hooked
 from ..runtime.sites import declined, site
 from ..state.hooks import all_modules_hooked, is_plain
-from .base import Places
+from .base import BaseFusions
 
 QKV = "QKV in one product"
 TEXT_QKV = "QKV of the text in one product"
 GATE_UP = "gate and up in one product"
-OTHER_BITS = "it sums in another order than its layers alone"
+OTHER_BITS = "its sums are in another order than those of the separate layers"
 
 
-class ProjectionPlaces(Places):
+class ProjectionFusions(BaseFusions):
     def projections(self, name: str, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
-        """layer(x) of each layer: views of one product, whose rows lie as far apart as all of them
-        are wide. Exact only where cuBLAS sums that product as it sums those of the layers alone,
-        which is found out once for each shape."""
+        """layer(x) of each layer: views into the result of one GEMM, with its row stride. `exact`
+        does so only where cuBLAS sums that GEMM in the order of the separate ones, which is checked
+        once for each shape."""
 
         def eager() -> tuple[Tensor, ...]:
             return tuple([layer(x) for layer in layers])
 
         if torch.compiler.is_compiling():
-            return self._traced(x, layers) if self._may_trace(x, layers) else eager()
+            return (
+                self._traced_projections(x, layers)
+                if self._may_trace_projections(x, layers)
+                else eager()
+            )
         if self.fp8_layers is not None:
             eight = None if all_modules_hooked() else self.fp8_layers.together(layers, x)
             return eager() if eight is None else eight
-        if not may_go_around(layers):
+        if not may_bypass(layers):
             declined(name, "an adapter or a hook is on one of its layers")
             return eager()
         packed = packed_weights.packed(layers, x)
@@ -44,7 +48,7 @@ class ProjectionPlaces(Places):
             return eager()
 
         def kernel() -> tuple[Tensor, ...]:
-            return packed_gemm.one(x, packed).split_with_sizes(packed.sizes, -1)
+            return packed_gemm.packed_linear(x, packed).split_with_sizes(packed.sizes, -1)
 
         bias = packed.bias is not None
         if self.exact and not self.same_bits("one", x, packed.sizes, bias, kernel, eager):
@@ -52,10 +56,10 @@ class ProjectionPlaces(Places):
             return eager()
         return site(name, eager, kernel, x)
 
-    def _may_trace(self, x: Tensor, layers: Sequence[Any]) -> bool:
-        """Whether these layers, as a graph is traced, are one op of it: what is asked here is what
-        Dynamo guards, so it is asked again when it changes."""
-        if self.fp8_layers is not None or not may_go_around(layers):
+    def _may_trace_projections(self, x: Tensor, layers: Sequence[Any]) -> bool:
+        """Whether torch.compile may trace these layers as one op. Dynamo guards all that is read
+        here, so a change leads to a new trace."""
+        if self.fp8_layers is not None or not may_bypass(layers):
             return False
         weights = [layer.weight for layer in layers]
         if type(x) is not Tensor or any(type(w) is not nn.Parameter for w in weights):
@@ -65,43 +69,47 @@ class ProjectionPlaces(Places):
             return False
         if torch.is_autocast_enabled(x.device.type) or weights[0].dtype != x.dtype:
             return False
-        return packed_weights.unlike(weights, [layer.bias for layer in layers]) is None
+        return packed_weights.why_unlike(weights, [layer.bias for layer in layers]) is None
 
-    def _traced(self, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _traced_projections(self, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        y = packed_gemm.JOINED(x, weights, biases, self.same_bits.number if self.exact else 0)
+        y = packed_gemm.PROJECTIONS(x, weights, biases, self.same_bits.id if self.exact else 0)
         return y.split_with_sizes([len(w) for w in weights], -1)
 
 
-def in_turn(layers: Iterable[Any], x: Tensor) -> Tensor:
-    """The layers one after the other."""
+def run_in_order(layers: Iterable[Any], x: Tensor) -> Tensor:
+    """Run the layers one after the other."""
     for layer in layers:
-        x = product(layer, x)
+        x = run_linear(layer, x)
     return x
 
 
-def product(layer: Any, x: Tensor) -> Tensor:
-    """layer(x); a plain Linear by the algorithm that is fastest among those that give its bits."""
+def run_linear(layer: Any, x: Tensor) -> Tensor:
+    """layer(x); a plain Linear by the fastest GEMM algorithm that gives the same bits."""
     if torch.compiler.is_compiling():
-        return packed_gemm.CHOSEN(x, layer.weight, layer.bias) if _chooses(layer, x) else layer(x)
-    if not may_go_around((layer,)):
+        return (
+            packed_gemm.TUNED_LINEAR(x, layer.weight, layer.bias)
+            if _may_trace_linear(layer, x)
+            else layer(x)
+        )
+    if not may_bypass((layer,)):
         return layer(x)
     return algorithms.linear(x, layer.weight, layer.bias)
 
 
-def _chooses(layer: Any, x: Tensor) -> bool:
-    """Whether such a product is an op of a graph, which finds its algorithm when it runs."""
-    if torch.is_grad_enabled() or not packed_gemm.chooses(x.device.type, x.device.index):
+def _may_trace_linear(layer: Any, x: Tensor) -> bool:
+    """Whether torch.compile may trace this layer as an op that picks its algorithm when it runs."""
+    if torch.is_grad_enabled() or not packed_gemm.is_tuned(x.device.type, x.device.index):
         return False
-    if torch.is_autocast_enabled(x.device.type) or not may_go_around((layer,)):
+    if torch.is_autocast_enabled(x.device.type) or not may_bypass((layer,)):
         return False
     plain = type(x) is Tensor and type(layer.weight) is nn.Parameter
     return plain and layer.weight.dtype == x.dtype
 
 
-def may_go_around(layers: Sequence[Any]) -> bool:
-    """Whether nothing stands around these layers that their weights do not tell."""
+def may_bypass(layers: Sequence[Any]) -> bool:
+    """Whether F.linear with their weights may replace calling these layers: no adapter, no hook."""
     for layer in layers:
         if not is_plain(layer, nn.Linear) or "forward" in vars(layer) or hooked(layer):
             return False

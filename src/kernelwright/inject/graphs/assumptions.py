@@ -1,4 +1,4 @@
-"""What a captured graph takes for granted of its model, and whether it still holds."""
+"""What a captured graph assumes about its model, and whether that still holds."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from ..state.module_state import State
 from .buffers import TENSOR_TYPES
 
 WEIGHT_TYPES = frozenset(TENSOR_TYPES)
-# no block of a transformer has fewer weights than this
+# `in_place` looks at one weight in so many; no block of a transformer has fewer
 SAMPLED = 8
 
 
-class Watch:
-    """A model as it was when this was made: its state, and where its weights lie.
+class Assumptions:
+    """The state of a model and the addresses of its weights, when this was made.
 
-    `same` is asked at every replay, so it walks flat lists that were laid out once, and leaves
-    their loops to builtins. Nothing here holds on to the model itself: it may be freed.
+    `same` runs at every replay, so it walks flat lists that were built once, with builtins for
+    loops. There is no strong reference to the model itself: it may be freed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         everything = list(model.modules())
-        # a scripted module keeps its parts elsewhere
+        # the _modules of a scripted module is no dict
         modules = [m for m in everything if isinstance(m._modules, dict)]
         inner = [m for m in modules if m is not model]
         self._state = State(model)
         self._holders = [d for m in modules for d in (m._parameters, m._buffers) if d]
         self._adapters = peft_layers(inner)
         self._scales = _scales(self._adapters)
-        idle = _modes_without_effect(self._adapters)
-        self._training = any(m.training for m in inner if m not in idle)
+        ignored = _training_without_effect(self._adapters)
+        self._training = any(m.training for m in inner if m not in ignored)
         weights = self.weights()
         self._layout = _layout(weights)
-        self._listen(weights)
-        places = [(d, n) for d in self._holders for n, t in d.items() if t is not None]
-        self._sample = places[::SAMPLED]
+        self._watch_storages(weights)
+        named = [(d, n) for d in self._holders for n, t in d.items() if t is not None]
+        self._sample = named[::SAMPLED]
         self.devices = frozenset(w.device for w in weights)
         scripted = len(modules) < len(everything)
         self._obstacle = "scripted modules" if scripted else self._find_obstacle(inner, weights)
 
     def in_place(self) -> bool:
-        """Whether the memory of the weights is theirs still, so that a replay may read it. This is
-        asked before a replay, `same` while it runs.
+        """Whether the weights still own their memory, so that a replay may read it. This runs
+        before a replay, `same` during it.
 
-        Weights that were moved, rebound or swapped leave a storage behind; if nobody else has it,
-        it dies, which is heard of when it happens. A storage that lives may have been resized where
-        it is. That is done to a whole model or block, so one weight in SAMPLED shows it.
+        A weight that is moved, rebound or swapped leaves its storage; if nothing else refers to the
+        storage it is freed, and a weak reference reports that. A storage may also be resized in
+        place. That happens to a whole model or block, so one weight in SAMPLED shows it.
         """
         if self._layout is None:
             return False
@@ -67,23 +67,23 @@ class Watch:
             weights = self.weights()
             if _layout(weights) != self._layout:
                 return False
-            self._listen(weights)  # they went and came back to where they were
+            self._watch_storages(weights)  # they moved away and back
         found: list[Any] = [holder.get(name) for holder, name in self._sample]
         return (
             WEIGHT_TYPES.issuperset(map(type, found))
             and list(map(Tensor.data_ptr, found)) == self._layout[0][::SAMPLED]
         )
 
-    def _listen(self, weights: list[Tensor]) -> None:
-        """Have `_freed` fill up when a storage of the weights dies."""
+    def _watch_storages(self, weights: list[Tensor]) -> None:
+        """Add to `_freed` whenever a storage of the weights is freed."""
         self._freed: list[Any] = []
         plain = weights if self._layout is not None else []
         storages = {id(s): s for s in map(Tensor.untyped_storage, plain)}
         self._storages = [ref(s, self._freed.append) for s in storages.values()]
 
     def same(self, model: nn.Module) -> bool:
-        """Whether the model is still what it was: modules, hooks, attributes, processors, adapters,
-        weights at their addresses. Values written into weights do not count."""
+        """Whether the model is unchanged: modules, hooks, attributes, processors, adapters and the
+        addresses of weights. The values of weights may change."""
         return (
             self._state.holds(model)
             and _layout(self.weights()) == self._layout
@@ -91,7 +91,7 @@ class Watch:
         )
 
     def obstacle(self, model: nn.Module) -> str | None:
-        """Why a model that is still the same cannot be captured."""
+        """Why an unchanged model cannot be captured, or None."""
         return "training mode" if model.training else _hook_of(model) or self._obstacle
 
     def weights(self) -> list[Tensor]:
@@ -116,9 +116,9 @@ def _values(dicts: Iterable[dict]) -> list[Any]:
 
 
 def _layout(weights: list[Tensor]) -> tuple[list, ...] | None:
-    """Where the weights lie, or None if some have no address: subclasses of Tensor, and what
-    accelerate's offload leaves behind after it ran inside a transform of torch.func.
-    The number of elements and the strides stand for the shape, which takes longer to ask for."""
+    """Addresses and layouts of the weights, or None if some have no address: subclasses of Tensor,
+    and what accelerate's offload leaves behind after it ran inside a transform of torch.func.
+    Number of elements and strides stand for the shape, which is slower to read."""
     if not WEIGHT_TYPES.issuperset(map(type, weights)):
         return None
     try:
@@ -134,8 +134,8 @@ def _layout(weights: list[Tensor]) -> tuple[list, ...] | None:
 
 
 def _hook_of(module: nn.Module) -> str | None:
-    """A hook that does something around the call of a module, in words."""
-    # hidden states that a model of transformers collects are results of the graph like any other
+    """The hook on a module that a replay would skip, in words, or None."""
+    # hidden states that a transformers model collects by hooks are ordinary results of the graph
     if not all(collects_outputs(hook) for hooks in hooks_of(module) for hook in hooks.values()):
         return f"a hook on {type(module).__name__}"
     if name := accelerate_moves_weights(module):
@@ -144,15 +144,15 @@ def _hook_of(module: nn.Module) -> str | None:
 
 
 def _scales(adapters: list[nn.Module]) -> list[float]:
-    """Scales of adapters that are tensors on the CPU, as peft has them for hot-swapping: a capture
-    reads their values."""
+    """Scales of adapters that are CPU tensors, as peft has them for hot-swapping: a capture bakes
+    their values in."""
     scales = (s for a in adapters for s in peft_scales(a))
     return [float(s) for s in scales if isinstance(s, Tensor) and s.device.type == "cpu"]
 
 
-def _modes_without_effect(layers: list[nn.Module]) -> set[nn.Module]:
-    """Adapter modules whose training mode changes nothing. Loading an adapter into a model leaves
-    its new modules in training mode, and only dropout among them cares."""
+def _training_without_effect(layers: list[nn.Module]) -> set[nn.Module]:
+    """Adapter modules that compute the same in training mode: all but dropout. peft leaves the
+    modules of a newly loaded adapter in training mode."""
     found: set[nn.Module] = set()
     for layer in layers:
         found.update((layer,), *(child.modules() for child in peft_children(layer)))

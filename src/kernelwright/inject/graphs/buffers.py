@@ -1,4 +1,4 @@
-"""The memory of a captured forward, and the way of tensors into and out of it."""
+"""The memory of a captured forward: copying inputs in, and results out."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ ALIGNMENT = 256
 
 
 class Refusal(Exception):
-    """Why a call runs without a graph."""
+    """Raised with the reason why a call runs without a graph."""
 
 
-class Room:
-    """Memory with the layout and alignment of a tensor, for the tensors of later calls."""
+class InputBuffer:
+    """Memory with the layout and alignment of an input, filled with the input of each call."""
 
     def __init__(self, like: Tensor) -> None:
         lead = alignment(like) // like.element_size()
-        # it is written in every mode, so it must not become an inference tensor
+        # calls outside inference mode fill it too, which an inference tensor would not allow
         with torch.inference_mode(False):
-            whole = torch.empty(lead + _span(like), dtype=like.dtype, device=like.device)
-            self.tensor = _placed(whole, lead, like)
+            memory = torch.empty(lead + _span(like), dtype=like.dtype, device=like.device)
+            self.tensor = _view_of(memory, lead, like)
         self._dense = _is_dense(like)
 
     def fill(self, given: Tensor) -> None:
         if self._dense:
             self.tensor.copy_(given)
         else:
-            # elements that share an address, as in an expanded tensor, cannot be written one by one
+            # copy_ refuses elements that share an address, as in an expanded tensor
             _bytes(self.tensor).copy_(_bytes(given))
 
 
 class Results:
-    """What a captured forward returned, and how each call gets its own copy of it.
+    """What a captured forward returned, of which each call gets its own copy.
 
-    Tensors that share memory share it in the copy too. An input that was returned, or a view of
-    it, is given as the caller's own tensor; a weight is given as the weight.
+    Tensors that share memory share it in the copy too. If the forward returns an input, or a view
+    of one, the caller gets their own tensor, or a view of it; a weight is returned as it is.
     """
 
     def __init__(self, result: Any, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self._inputs = inputs
-        self._leaves, self._structure = pytree.tree_flatten(result, is_leaf=is_no_container)
-        given = {_storage(t): i for i, t in enumerate(inputs) if t.numel()}
-        lasting = {_storage(w) for w in weights if w.numel()}
+        self._leaves, self._structure = pytree.tree_flatten(result, is_leaf=is_leaf)
+        of_inputs = {_storage(t): i for i, t in enumerate(inputs) if t.numel()}
+        of_weights = {_storage(w) for w in weights if w.numel()}
         self._views: list[tuple[Tensor, int]] = []
         groups: dict[Any, list[Tensor]] = {}
         for leaf in {id(x): x for x in self._leaves if not isinstance(x, PLAIN_TYPES)}.values():
             _check(leaf, inputs[0].device)
-            where = _storage(leaf) if leaf.numel() else (id(leaf),)
-            if where in given:
-                self._views.append((leaf, given[where]))
-                _check_view(leaf, inputs[given[where]])
-            elif where not in lasting:
-                groups.setdefault(where, []).append(leaf)
+            storage = _storage(leaf) if leaf.numel() else (id(leaf),)
+            if storage in of_inputs:
+                self._views.append((leaf, of_inputs[storage]))
+                _check_view(leaf, inputs[of_inputs[storage]])
+            elif storage not in of_weights:
+                groups.setdefault(storage, []).append(leaf)
         self._copies = [(_window(group), group) for group in groups.values()]
 
-    def give(self, inputs: Sequence[Tensor]) -> Any:
-        """The results of the last replay, whose inputs were these."""
+    def copies(self, inputs: Sequence[Tensor]) -> Any:
+        """The results of the last replay, for a caller who passed these inputs."""
         new: dict[int, Tensor] = {}
         for leaf, i in self._views:
             new[id(leaf)] = inputs[i] if leaf is self._inputs[i] else self._view(leaf, i, inputs[i])
@@ -72,7 +72,7 @@ class Results:
             copy = source.clone()
             for leaf in group:
                 new[id(leaf)] = (
-                    copy if source is leaf else _placed(copy, _offset(leaf) - start, leaf)
+                    copy if source is leaf else _view_of(copy, _offset(leaf) - start, leaf)
                 )
         return pytree.tree_unflatten([new.get(id(x), x) for x in self._leaves], self._structure)
 
@@ -81,22 +81,22 @@ class Results:
         return given.as_strided(leaf.shape, leaf.stride(), _offset(given) + offset)
 
 
-def is_no_container(value: Any) -> bool:
-    """Containers are taken apart if they hold values and no more. Other classes, such as a cache of
-    keys and values, may be written to in ways that a replay would not repeat."""
+def is_leaf(value: Any) -> bool:
+    """Whether pytree is to leave a value whole: anything but a plain container. A replay would not
+    repeat writes to other objects, such as a cache of keys and values."""
     return not isinstance(value, tuple | list | dict)
 
 
 def alignment(tensor: Tensor) -> int:
-    """Bytes past a multiple of ALIGNMENT. A single element, such as the timestep that a loop takes
-    out of a table, is read in the same way wherever it lies."""
+    """Bytes past a multiple of ALIGNMENT. It does not matter for a single element, such as the
+    timestep that a loop takes from a table."""
     if tensor.numel() < 2 or not (tensor.is_contiguous() or _span(tensor) > 1):
         return 0
     return tensor.data_ptr() % ALIGNMENT
 
 
 def is_simple(tensor: Tensor) -> bool:
-    """Whether memory and strides say everything about a tensor."""
+    """Whether memory, shape and strides describe a tensor completely."""
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -113,11 +113,11 @@ def _check(leaf: Any, device: torch.device) -> None:
 
 def _check_view(leaf: Tensor, given: Tensor) -> None:
     if leaf.dtype != given.dtype:
-        raise Refusal("an output that is an input seen as another dtype")
+        raise Refusal("an output that views an input as another dtype")
 
 
 def _span(tensor: Tensor) -> int:
-    """How many elements lie between the first and the last of a tensor, both included."""
+    """Number of elements of memory from the first to the last element, both included."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -125,7 +125,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether every address between the first and the last element belongs to one element."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -143,27 +143,27 @@ def _offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
 
 
-def _placed(memory: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A tensor with the layout of `like`, so many elements into the storage of `memory`."""
+def _view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
+    """A tensor with the layout of `like`, `offset` elements into the storage of `memory`."""
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
     return empty.set_(memory.untyped_storage(), offset, like.shape, like.stride())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes from the first element to the last."""
+    """The bytes from the first to the last element."""
     start = _offset(tensor)
     return _range(tensor, start, start + _span(tensor))
 
 
 def _range(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """The bytes of a storage, between two offsets in elements of `tensor`."""
+    """The bytes of a tensor's storage between two offsets, counted in its elements."""
     size = tensor.element_size()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), start * size, ((stop - start) * size,), (1,))
 
 
 def _window(group: list[Tensor]) -> tuple[Tensor, int]:
-    """The memory to copy for tensors that share a storage, and where it starts."""
+    """The memory to copy for tensors that share a storage, and its offset in elements."""
     first = group[0]
     if len(group) == 1 and _is_dense(first) and first.data_ptr() % ALIGNMENT == 0:
         return first, 0

@@ -1,4 +1,4 @@
-"""Recording a forward, and doing again what was recorded."""
+"""Capturing a forward, and replaying it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from ...backends.torch_internals import pytree
-from ..runtime.random_draws import of as drawn
-from ..state.tensor_samples import Answer, compared, copied, samples, told, unchanged
-from .buffers import Refusal, Results, Room
+from ..runtime.random_draws import states_of
+from ..state.tensor_samples import (
+    PendingCheck,
+    compare,
+    compare_pairs,
+    pending,
+    sample_views,
+    unchanged,
+)
+from .buffers import InputBuffer, Refusal, Results
 from .mask_decisions import Decisions
-from .prompt_graph import Prelude
+from .prompt_graph import PromptGraph
 from .recorder import Recorder
 
 T = TypeVar("T")
@@ -24,8 +31,8 @@ DRAWS = "it draws random numbers"
 
 
 class _Running(threading.local):
-    kept: list[Any] | None = None
-    given: list[Tensor] | None = None
+    kept: list[Any] | None = None  # cached values that the graph being captured reads
+    dependencies: list[Tensor] | None = None  # tensors that such values were computed from
     phase: int = 0
     relocations: int = 0
 
@@ -34,43 +41,44 @@ _running = _Running()
 
 
 def keep(value: T) -> T:
-    """Hand out a value of a cache: if this thread is capturing, its graph keeps the value alive."""
+    """Returns a cached value; if this thread is capturing, its graph keeps the value alive."""
     if _running.kept is not None:
         _running.kept.append(value)
     return value
 
 
 def phase() -> int:
-    """A number that changes whenever this thread begins or ends to record. What was made in one
-    phase is not part of what is recorded in another, even if it was made of the same tensor."""
+    """A number that changes whenever this thread starts or ends a capture. A value computed in one
+    phase is not part of a graph captured in another, even if it was computed from the same tensor.
+    """
     return _running.phase
 
 
 def depend(tensor: Tensor) -> None:
-    """If this thread is capturing: what its graph does holds as long as nobody writes to this
-    tensor, of which something was made that the graph reads instead."""
-    if _running.given is not None:
-        _running.given.append(tensor)
+    """If this thread is capturing: its graph is valid until this tensor is written to, because it
+    reads a value that was computed from the tensor earlier."""
+    if _running.dependencies is not None:
+        _running.dependencies.append(tensor)
 
 
 def relocated() -> None:
-    """Say that weights of the running model were given another place in memory, by us."""
+    """Report that we moved weights of the running model to another address."""
     _running.relocations += 1
 
 
 def relocations() -> int:
-    """How often this thread has said so."""
+    """How often this thread has reported that."""
     return _running.relocations
 
 
 def capturing() -> bool:
-    """Whether this thread is capturing for a graph of ours: tensors then have no values yet."""
+    """Whether this thread is capturing a graph of ours: tensors then have no values to read."""
     return _running.kept is not None
 
 
 class Captured:
-    """A forward captured for one signature. A call copies the inputs in, replays, and copies the
-    results out."""
+    """A forward captured for one signature. Calling it copies the inputs in, replays, and copies
+    the results out."""
 
     def __init__(
         self,
@@ -81,94 +89,94 @@ class Captured:
         weights: Sequence[Tensor],
     ) -> None:
         self._recorder = recorder
-        self._home = recorder.stream()
-        self._rooms = [Room(i) for i in inputs]
-        memory = self._memory = [room.tensor for room in self._rooms]
+        self._stream = recorder.stream()
+        self._buffers = [InputBuffer(i) for i in inputs]
+        memory = self._memory = [buffer.tensor for buffer in self._buffers]
         args, kwargs = arguments(memory)
         leaves = pytree.tree_leaves((args, kwargs))
         device = memory[0].device
-        prelude = self._prelude = Prelude(memory)
+        prompt_graph = self._prompt_graph = PromptGraph(memory)
         decisions = self._decisions = Decisions()
-        for room, given in zip(self._rooms, inputs, strict=True):
-            room.fill(given)
+        for buffer, given in zip(self._buffers, inputs, strict=True):
+            buffer.fill(given)
 
         def run() -> Any:
-            with prelude.running(), decisions.running(), recording():
+            with prompt_graph.running(), decisions.running(), recording():
                 return forward(*args, **kwargs)
 
-        def make_again() -> None:
+        def recompute() -> None:
             with recording():
-                prelude.make_again()
+                prompt_graph.recompute()
 
         devices = {device} if device.type == "cuda" else set()
-        before = drawn(devices)
+        before = states_of(devices)
         run()
-        if drawn(devices) != before:  # it did not in the call before this one
+        if states_of(devices) != before:  # unlike the warm-up call
             raise Refusal(DRAWS)
-        prelude.collecting = decisions.collecting = False
+        prompt_graph.collecting = decisions.collecting = False
         versions = [t._version for t in memory]
-        self._replay_prelude: Callable[[], None] | None = None
-        with _keeping() as (self._kept, self._given), _autocast_without_cache(device):
-            if prelude.sources:
-                self._replay_prelude, _ = recorder.record(make_again, device)
+        self._replay_prompt_graph: Callable[[], None] | None = None
+        with _keeping() as (self._kept, self._dependencies), _autocast_without_cache(device):
+            if prompt_graph.sources:
+                self._replay_prompt_graph, _ = recorder.record(recompute, device)
             self._replay, result = recorder.record(run, device)
-        self._given += prelude.weights
+        self._dependencies += prompt_graph.weights
         if versions != [t._version for t in memory]:
             raise Refusal("forward writes to its inputs")
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
-        kept = list({id(t): t for t in self._given}.values())
-        self._then = [words.clone() for words in samples(kept)]
-        # one launch: to compare a hundred weights one by one takes the host milliseconds
+        sources = list({id(t): t for t in self._dependencies}.values())
+        self._sampled = [view.clone() for view in sample_views(sources)]
+        # also a graph: launching comparisons of a hundred weights takes the host milliseconds
         self._compare: Callable[[], None] | None = None
-        if kept:
+        if sources:
             self._compare, self._compared = recorder.record(
-                lambda: compared(samples(kept), self._then), device
+                lambda: compare(sample_views(sources), self._sampled), device
             )
         self._results = Results(result, memory, weights)
-        self._facts = self._now()
+        self._versions = self._versions_now()
 
     def holds(self) -> bool:
-        """Whether nobody has written to what the graph depends on since it was captured."""
-        return self._now() == self._facts
+        """Whether the version counters of the graph's dependencies are those at its capture."""
+        return self._versions_now() == self._versions
 
     def check_decisions(self) -> None:
-        """Refuse the last replay if its inputs ask for another one. This waits for it, as a plain
-        forward waits where it decides, but only if it depends on values at all."""
+        """Refuse the last replay if its inputs need other mask decisions. This waits for the GPU,
+        as a plain forward does, but only if there are decisions that depend on values."""
         self._decisions.check()
 
-    def check(self, inputs: Sequence[Tensor]) -> Answer:
-        """Begin to compare the values that the graph was made of with those that are there now, for
-        a replay with these inputs; to be read when that is under way."""
+    def check(self, inputs: Sequence[Tensor]) -> PendingCheck:
+        """Start to compare sampled values with those at capture, for a replay with these inputs.
+        Read the result after launching the replay."""
         if self._compare is None:
             return unchanged
         self._compare()
-        old = [n for n in self._prelude.sources if not self._prelude.is_new(n, inputs[n])]
-        return told([*self._compared, *copied((self._memory[n], inputs[n]) for n in old)])
+        old = [i for i in self._prompt_graph.sources if not self._prompt_graph.is_new(i, inputs[i])]
+        return pending([*self._compared, *compare_pairs((self._memory[i], inputs[i]) for i in old)])
 
     def forget_inputs(self) -> None:
-        """Take the next inputs for new ones, whatever they are."""
-        self._prelude.forget()
+        """Treat the next inputs as new, whatever they are."""
+        self._prompt_graph.forget()
 
-    def _now(self) -> list[int]:
-        return list(map(_version, self._given))
+    def _versions_now(self) -> list[int]:
+        return list(map(_version, self._dependencies))
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         stream = self._recorder.stream()
-        prelude = False
-        for number, (room, given) in enumerate(zip(self._rooms, inputs, strict=True)):
-            if stream != self._home:
-                room.tensor.record_stream(stream)
-            if number in self._prelude.sources:
-                if not self._prelude.is_new(number, given):
+        new_prompt = False
+        for i, (buffer, given) in enumerate(zip(self._buffers, inputs, strict=True)):
+            if stream != self._stream:
+                buffer.tensor.record_stream(stream)
+            if i in self._prompt_graph.sources:
+                if not self._prompt_graph.is_new(i, given):
                     continue
-                self._prelude.note(number, given)
-                prelude = True
-            room.fill(given)
-        if prelude and self._replay_prelude is not None:
-            self._replay_prelude()
+                self._prompt_graph.note(i, given)
+                new_prompt = True
+            buffer.fill(given)
+        if new_prompt and self._replay_prompt_graph is not None:
+            self._replay_prompt_graph()
         self._replay()
-        return self._results.give(inputs)
+        return self._results.copies(inputs)
 
 
 _version = attrgetter("_version")
@@ -176,7 +184,7 @@ _version = attrgetter("_version")
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """While this lasts, and again after it, `phase` is another one."""
+    """Changes `phase` on entry and on exit."""
     _running.phase += 1
     try:
         yield
@@ -187,19 +195,19 @@ def recording() -> Iterator[None]:
 @contextmanager
 def _keeping() -> Iterator[tuple[list[Any], list[Tensor]]]:
     kept: list[Any] = []
-    given: list[Tensor] = []
-    _running.kept, _running.given = kept, given
+    dependencies: list[Tensor] = []
+    _running.kept, _running.dependencies = kept, dependencies
     try:
-        yield kept, given
+        yield kept, dependencies
     finally:
-        _running.kept = _running.given = None
+        _running.kept = _running.dependencies = None
 
 
 @contextmanager
 def _autocast_without_cache(device: torch.device) -> Iterator[None]:
-    """Weights that autocast has cast and kept die when it is left, but a graph would go on reading
-    them: inside a graph it casts anew. Where autocast is off its cache is left alone, for
-    torch.compile would compile again."""
+    """Turns autocast's weight cache off: it is freed when autocast ends, but a graph would go on
+    reading it. Where autocast is off, the cache setting is left alone: torch.compile would
+    recompile."""
     before = torch.is_autocast_cache_enabled()
     if torch.is_autocast_enabled(device.type):
         torch.set_autocast_cache_enabled(False)

@@ -1,9 +1,9 @@
 """CUDA graphs of a model's forward.
 
-The first call of a signature runs as it is, the second is captured, later ones are replayed. A
-graph repeats what Python decided while it was captured. So everything that decides is part of the
-signature, or is watched on the model, or else the call runs without a graph, and the reason is
-counted.
+The first call with a signature runs without a graph, the second is captured, later ones are
+replayed. A graph repeats what Python decided during capture. So whatever such a decision depends on
+is part of the signature or of the assumptions about the model; for everything else the call runs
+without a graph, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..runtime.random_draws import so_far
+from ..runtime.random_draws import generator_states
 from ..runtime.sites import equal
-from .assumptions import Watch
+from .assumptions import Assumptions
 from .buffers import Refusal
 from .capture import DRAWS, Captured, capturing, keep, relocations
 from .key import Call, check_surroundings, listed
@@ -28,18 +28,18 @@ from .recorder import CudaRecorder, Recorder
 __all__ = ["Graphs", "capturing", "keep"]
 
 FAILURES_REMEMBERED = 64
-WRITTEN = "weights were written to"
+WEIGHTS_CHANGED = "weights were written to"
 
 # PyTorch captures one graph at a time in a process
-_one_at_a_time = threading.RLock()
+_capture_lock = threading.RLock()
 
 
 class Graphs:
     """CUDA graphs of one model's forward, one for each signature of its inputs.
 
-    `limit` graphs are kept, the least recently used is dropped first. A copy of a model that shares
-    this object gets graphs of its own; a copy of this object starts empty. `name` is the model's in
-    its pipeline.
+    Up to `limit` graphs are kept; the least recently used is dropped first. A copy of a model that
+    shares this object gets graphs of its own; a copy of this object starts empty. `name` is the
+    name of the model in its pipeline.
     """
 
     recorder: ClassVar[type[Recorder]] = CudaRecorder
@@ -63,7 +63,7 @@ class Graphs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What `forward(model, *args, **kwargs)` returns, from a graph where that is possible."""
+        """The result of `forward(model, *args, **kwargs)`, from a graph where possible."""
         if torch.compiler.is_compiling():
             return forward(model, *args, **kwargs)
         try:
@@ -72,12 +72,12 @@ class Graphs:
                 return result
         except Refusal as reason:
             self._count(str(reason))
-        before, drawn = relocations(), so_far(args, kwargs)
+        before, states = relocations(), generator_states(args, kwargs)
         result = forward(model, *args, **kwargs)
         if relocations() != before:
-            self._look_again(model)
-        if so_far(args, kwargs) != drawn:
-            self._cool_down(model)
+            self._renew_assumptions(model)
+        if generator_states(args, kwargs) != states:
+            self._forget_warm_calls(model)
         return result
 
     @property
@@ -87,7 +87,7 @@ class Graphs:
 
     def clear(self) -> None:
         """Drop every graph."""
-        with _one_at_a_time:
+        with _capture_lock:
             self._models.clear()
             self._recorder.release()
 
@@ -103,8 +103,8 @@ class Graphs:
         if not self.reasons:
             return line
         reasons = Counter(self.reasons).most_common()
-        told = reasons[0][0] if len(reasons) == 1 else ", ".join(f"{r} ({n})" for r, n in reasons)
-        return f"{line}; {_counted(sum(self.reasons.values()), 'call')} ran without one: {told}"
+        why = reasons[0][0] if len(reasons) == 1 else ", ".join(f"{r} ({n})" for r, n in reasons)
+        return f"{line}; {_counted(sum(self.reasons.values()), 'call')} ran without one: {why}"
 
     def _count(self, reason: str) -> None:
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
@@ -112,13 +112,13 @@ class Graphs:
     def _replay(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
-        """Whether the call went through a graph, and its result."""
+        """(True, result) if the call ran as a graph, else (False, None)."""
         check_surroundings()
         call = Call(args, kwargs, self._recorder.device_type)
         if capturing() or self._recorder.busy():
             raise Refusal("inside another capture")
-        with _one_at_a_time:
-            replayed, result = self._run_ahead(model, call)
+        with _capture_lock:
+            replayed, result = self._replay_then_check(model, call)
             if replayed:
                 return True, result
             known = self._known(model)
@@ -127,41 +127,41 @@ class Graphs:
                 raise Refusal(known.failed[call.key])
             graph = known.graphs.get(call.key)
             if graph is not None and not graph.holds():
-                self._count(WRITTEN)
+                self._count(WEIGHTS_CHANGED)
                 graph = known.graphs.pop(call.key, None) and None
             if graph is None and not self._is_warm(known, call):
                 return False, None
-            with self._recorder.turn(call.device):
+            with self._recorder.exclusive(call.device):
                 if graph is None:
                     return True, self._capture(known, model, forward, call)
                 known.graphs.move_to_end(call.key)
-                answer = graph.check(call.tensors)
+                unchanged = graph.check(call.tensors)
                 result = graph(call.tensors)
                 graph.check_decisions()
-            if answer():
+            if unchanged():
                 return True, result
-            self._count(WRITTEN)
+            self._count(WEIGHTS_CHANGED)
             del known.graphs[call.key]
             return False, None
 
-    def _run_ahead(self, model: nn.Module, call: Call) -> tuple[bool, Any]:
-        """Replay first and look afterwards, while the GPU is at work, whether that was right. What
-        a graph writes is its own, so a wrong result is merely thrown away; but its weights must
-        still be where they were."""
+    def _replay_then_check(self, model: nn.Module, call: Call) -> tuple[bool, Any]:
+        """Replay, and check while the GPU works whether the graph was still valid. A graph writes
+        only to its own memory, so a wrong result is simply dropped; but its weights must still be
+        at their addresses."""
         known = self._models.get(model)
         graph = None if known is None else known.graphs.get(call.key)
-        if known is None or graph is None or not known.watch.in_place():
+        if known is None or graph is None or not known.assumptions.in_place():
             return False, None
-        with self._recorder.turn(call.device):
-            answer = graph.check(call.tensors)
+        with self._recorder.exclusive(call.device):
+            unchanged = graph.check(call.tensors)
             result = graph(call.tensors)
-        if not known.watch.same(model) or not graph.holds():
+        if not known.assumptions.same(model) or not graph.holds():
             return False, None
         known.check(model, call)
         graph.check_decisions()
-        if not answer():
-            # a text that was written to behind its version is copied in again; of weights there is
-            # nothing to copy, and the second look finds them changed again
+        if not unchanged():
+            # the caller checks again: a prompt written to behind its version counter is copied in
+            # and passes; weights that were changed are found changed once more
             graph.forget_inputs()
             return False, None
         known.graphs.move_to_end(call.key)
@@ -169,34 +169,33 @@ class Graphs:
 
     def _known(self, model: nn.Module) -> _Model:
         known = self._models.get(model)
-        if known is None or not known.watch.same(model):
+        if known is None or not known.assumptions.same(model):
             if known is not None and (known.graphs or known.warm):
                 self._count("the model has changed")
             known = self._models[model] = _Model(model)
-            if self.captured == 0 and known.watch.obstacle(model):
+            if self.captured == 0 and known.assumptions.obstacle(model):
                 self._recorder.release()
         return known
 
-    def _look_again(self, model: nn.Module) -> None:
-        """Weights were packed while the model ran: that is no change of it, unless a graph reads
-        them where they were."""
-        with _one_at_a_time:
+    def _renew_assumptions(self, model: nn.Module) -> None:
+        """Accept the new addresses of weights that were packed during a forward, unless a graph
+        reads the old ones."""
+        with _capture_lock:
             known = self._models.get(model)
             if known is not None and not known.graphs:
-                known.watch = Watch(model)
+                known.assumptions = Assumptions(model)
 
-    def _cool_down(self, model: nn.Module) -> None:
-        """Capture nothing of what was just run: it drew random numbers, or another thread did."""
-        with _one_at_a_time:
+    def _forget_warm_calls(self, model: nn.Module) -> None:
+        """Do not capture the call that just ran: it, or another thread, drew random numbers."""
+        with _capture_lock:
             known = self._models.get(model)
             if known is not None and known.warm:
                 self._count(DRAWS)
                 known.warm.clear()
 
     def _is_warm(self, known: _Model, call: Call) -> bool:
-        """Whether this thread has run such a call before, which it is now noted to have done.
-        Only as many are remembered as there may be graphs: inputs that take turns among more than
-        that would be captured again and again."""
+        """True from the second call with this key in this thread; records the first. Only `limit`
+        keys are remembered: inputs that alternate between more would be captured over and over."""
         threads = known.warm.setdefault(call.key, set())
         known.warm.move_to_end(call.key)
         if threading.get_ident() in threads:
@@ -205,7 +204,7 @@ class Graphs:
         threads.add(threading.get_ident())
         if len(known.warm) > self.limit:
             known.warm.popitem(last=False)
-            self._count("inputs that did not come again soon")
+            self._count("inputs that did not recur soon")
         return False
 
     def _capture(
@@ -220,15 +219,15 @@ class Graphs:
                 lambda *args, **kwargs: forward(model, *args, **kwargs),
                 call.tensors,
                 call.with_tensors,
-                known.watch.weights(),
+                known.assumptions.weights(),
             )
             result = graph(call.tensors)
-            # some code asks whether it is being captured, and then goes another way
+            # some code takes another path while its stream is being captured
             if not equal(result, forward(model, *args, **kwargs)):
                 raise Refusal("its graph gives other bits than the plain forward")
         except Exception as error:
             reason = str(error) if isinstance(error, Refusal) else f"capture failed: {_line(error)}"
-            if reason != DRAWS:  # another thread may have drawn them
+            if reason != DRAWS:  # another thread may have drawn them: try again later
                 known.failed[call.key] = reason
             if len(known.failed) > FAILURES_REMEMBERED:
                 known.failed.popitem(last=False)
@@ -238,21 +237,21 @@ class Graphs:
 
 
 class _Model:
-    """What is known of a model, for as long as it stays the same."""
+    """The graphs of a model, and what they assume of it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.watch = Watch(model)
+        self.assumptions = Assumptions(model)
         self.graphs: OrderedDict[Any, Captured] = OrderedDict()
         self.warm: OrderedDict[Any, set[int]] = OrderedDict()
         self.failed: OrderedDict[Any, str] = OrderedDict()
 
     def check(self, model: nn.Module, call: Call) -> None:
-        if obstacle := self.watch.obstacle(model):
+        if obstacle := self.assumptions.obstacle(model):
             raise Refusal(obstacle)
-        if elsewhere := self.watch.devices - {call.device}:
+        if elsewhere := self.assumptions.devices - {call.device}:
             raise Refusal(f"weights on {listed(elsewhere)}")
         if torch.is_grad_enabled():
-            weights = self.watch.weights()
+            weights = self.assumptions.weights()
             if any(t.requires_grad for t in (*call.tensors, *weights)):
                 raise Refusal("gradients are recorded")
 
@@ -262,5 +261,5 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error, or its class if it says nothing."""
+    """The first line of an error message, or the error's class if there is none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""What a graph depends on beside its model: the inputs of a call, and the state of the process."""
+"""What a graph depends on besides its model: the inputs of a call, and PyTorch's settings."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from ...backends.torch_internals import pytree
 from ...library_internals import collecting_outputs
 from ..state.hooks import all_modules_hooked
 from ..state.switches import switches
-from .buffers import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_no_container, is_simple
+from .buffers import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_leaf, is_simple
 
 
 class Call:
-    """The inputs of a call, taken apart. Calls with one key can share a graph."""
+    """The inputs of a call, flattened. Calls with equal keys can share a graph."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], device_type: str) -> None:
         self._given = args, kwargs
         self.tensors: list[Tensor] = []
-        marks = _mark(args, self.tensors), _mark(kwargs, self.tensors)
+        keys = _key_of(args, self.tensors), _key_of(kwargs, self.tensors)
         devices = {t.device for t in self.tensors}
         if not devices:
             raise Refusal("no tensor among the inputs")
-        # the value of a tensor on the CPU would become part of the graph
+        # the value of a CPU tensor would be baked into the graph
         if len(devices) > 1 or self.tensors[0].device.type != device_type:
             raise Refusal(f"inputs on {listed(devices)}")
         (self.device,) = devices
-        self.key = (self.device, marks, switches(device_type))
+        self.key = (self.device, keys, switches(device_type))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments, with other tensors in the place of these."""
-        left = iter(tensors)
-        leaves, structure = pytree.tree_flatten(self._given, is_leaf=is_no_container)
-        leaves = [next(left) if isinstance(x, Tensor) else x for x in leaves]
+        """The arguments, with these tensors in place of their own."""
+        new = iter(tensors)
+        leaves, structure = pytree.tree_flatten(self._given, is_leaf=is_leaf)
+        leaves = [next(new) if isinstance(x, Tensor) else x for x in leaves]
         return pytree.tree_unflatten(leaves, structure)
 
 
-def _mark(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """What of an input a graph depends on: the layout of a tensor, the value of anything else, and
-    the containers around them. Tensors are added to the list in the order of `pytree`, which this
-    does the work of for the containers that most calls have."""
+def _key_of(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """The layout of a tensor, the value of anything else, and the containers around them. Appends
+    the tensors in pytree order. Common containers are handled here: `pytree` is slower."""
     kind = type(value)
     if kind in _TENSORS:
         if not is_simple(value):
@@ -53,15 +52,15 @@ def _mark(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
     if kind in _VALUES:
         return kind, value
     if kind is float or kind is complex:
-        return kind, repr(value)  # 0.0 and -0.0 are equal
+        return kind, repr(value)  # 0.0 == -0.0, but they may give other results
     if kind is dict:
-        return dict, tuple(value), *[_mark(v, tensors) for v in value.values()]
+        return dict, tuple(value), *[_key_of(v, tensors) for v in value.values()]
     if kind is tuple or kind is list:
-        return kind, *[_mark(v, tensors) for v in value]
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_no_container)
+        return kind, *[_key_of(v, tensors) for v in value]
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_leaf)
     if structure.is_leaf():
         raise Refusal(f"an input of type {kind.__name__}")
-    return structure, *[_mark(x, tensors) for x in leaves]
+    return structure, *[_key_of(x, tensors) for x in leaves]
 
 
 _TENSORS = frozenset(TENSOR_TYPES)
@@ -69,7 +68,7 @@ _VALUES = frozenset(PLAIN_TYPES) - {float, complex}
 
 
 def check_surroundings() -> None:
-    """Refuse where something looks on at every operation, which a replay would hide from it."""
+    """Refuse where something observes every operation: a replay would hide them from it."""
     if torch_internals.dispatch_modes():
         raise Refusal("inside a dispatch mode")
     if torch_internals.function_modes() and not torch_internals.only_default_devices():

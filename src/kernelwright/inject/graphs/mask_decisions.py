@@ -1,13 +1,13 @@
-"""Whether attention needs a mask: that a graph decides it as a plain call does.
+"""Whether attention needs a mask: a graph must decide it as a plain call does.
 
-transformers looks at values to find out: do the positions belong to one sequence, is anything
-padded. While a stream is captured it does not look and makes a mask, and attention with a mask has
-other bits than attention without. So the forward that runs before a capture notes what was decided,
-and the capture repeats it. What was read from tensors is decided once more after each replay, from
-the values they have then: if that is something else, the result is not used.
+transformers decides from values: do all positions belong to one sequence, is anything padded? While
+a stream is captured it cannot read them and always makes a mask, and attention with a mask gives
+other bits than attention without. So the forward that runs before a capture records the decisions,
+and the capture repeats them. Those that were read from tensors are taken again after each replay,
+from the new values: if one differs, the result of the replay is not used.
 
-For this, functions of transformers are wrapped while a forward is noted or captured, for the thread
-that does it; nothing is left of that afterwards.
+For this, functions of transformers are wrapped while a forward is recorded or captured; only the
+thread that does so is affected, and they are restored afterwards.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from ..runtime.forwards import MARK
 from .buffers import Refusal
 
-PLACE = "transformers.masking_utils"
-DECIDING = (
+MASKING_MODULE = "transformers.masking_utils"
+DECIDERS = (
     "find_packed_sequence_indices",
     "_ignore_causal_mask_sdpa",
     "_ignore_bidirectional_mask_sdpa",
@@ -41,66 +41,66 @@ _running = _Running()
 
 
 class Decisions:
-    """What a forward decides about its masks, in the order in which it does."""
+    """The decisions of a forward about its masks, in order."""
 
     def __init__(self) -> None:
         self.collecting = True
-        self._taken: list[tuple[str, Any]] = []
+        self._recorded: list[tuple[str, Any]] = []
         self._next = 0
-        # decisions of the last run that were read from tensors: how to take them again
-        self._open: list[tuple[Callable[[], Any], Any]] = []
+        # decisions of the last run that were read from tensors, each with a way to take it again
+        self._from_values: list[tuple[Callable[[], Any], Any]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts, decisions of this thread are noted; or repeated, once `collecting` is
-        over."""
-        self._next, self._open = 0, []
-        place, around = sys.modules.get(PLACE), _running.decisions
-        found = {name: getattr(place, name, None) for name in DECIDING}
+        """Record this thread's decisions if `collecting`, else repeat them."""
+        self._next, self._from_values = 0, []
+        masking, outer = sys.modules.get(MASKING_MODULE), _running.decisions
+        found = {name: getattr(masking, name, None) for name in DECIDERS}
         own = {n: f for n, f in found.items() if f is not None and not hasattr(f, MARK)}
         for name, function in own.items():
-            setattr(place, name, _deciding(name, function))
+            setattr(masking, name, _wrapped(name, function))
         _running.decisions = self
         try:
             yield
         finally:
-            _running.decisions = around
+            _running.decisions = outer
             for name, function in own.items():
-                setattr(place, name, function)
+                setattr(masking, name, function)
 
     @property
     def depend_on_values(self) -> bool:
-        return bool(self._open)
+        return bool(self._from_values)
 
     def check(self) -> None:
         """Refuse a replay whose values lead to other decisions."""
-        for decide, taken in self._open:
-            if _kind(decide()) != taken:
-                raise Refusal("its inputs need another attention mask than those it was made with")
+        for decide, recorded in self._from_values:
+            if _kind(decide()) != recorded:
+                raise Refusal("its inputs need another attention mask than those at its capture")
 
     def take(
         self, name: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """What `function` decides, or decided before."""
+        """The decision of `function`, or the recorded one."""
         if self.collecting:
             result = function(*args, **kwargs)
-            self._taken.append((name, _kind(result)))
+            self._recorded.append((name, _kind(result)))
             return result
-        known, taken = self._taken[self._next] if self._next < len(self._taken) else ("", None)
-        if known != name:
-            raise Refusal("it makes other masks while it is captured")
+        left = self._recorded[self._next :]
+        expected, decision = left[0] if left else ("", None)
+        if expected != name:
+            raise Refusal("it makes other masks during capture")
         self._next += 1
         if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
-            # copies, for the memory of what is used no more serves what comes after it
-            kept = [_copy(a) for a in args]
+            # copies: later tensors of the graph may reuse the memory of these
+            copies = [_copy(a) for a in args]
             named = {key: _copy(a) for key, a in kwargs.items()}
-            self._open.append((functools.partial(function, *kept, **named), taken))
-        return function(*args, **kwargs) if taken is Tensor else taken
+            self._from_values.append((functools.partial(function, *copies, **named), decision))
+        return function(*args, **kwargs) if decision is Tensor else decision
 
 
-@functools.cache  # the same one each time, so that torch.compile traces it once
-def _deciding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of transformers that asks the decisions of its thread, where there are any."""
+@functools.cache  # one wrapper per function, so that torch.compile traces it once
+def _wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of transformers that goes through this thread's `Decisions`, if there are any."""
 
     @functools.wraps(function)
     def decide(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _deciding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(decision: Any) -> Any:
-    """A decision, but for a tensor only that it is one: its values are computed in the graph."""
+    """A decision, or `Tensor` if it is a mask: the graph computes the values of that."""
     return Tensor if isinstance(decision, Tensor) else decision
 
 

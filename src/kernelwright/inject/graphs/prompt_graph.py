@@ -1,8 +1,8 @@
-"""The part of a forward that depends on some of its inputs alone, such as the text.
+"""The part of a forward that depends on a single input, such as the prompt, as a graph of its own.
 
-Before a forward is captured it runs once on the memory of the graph, and `Prelude` collects what is
-made `once` of an input there. The graph then reads those values; making them is a graph of its own,
-replayed only when such an input is another tensor than last time, or has been written to.
+Before its capture a forward runs once on the memory of the graph, and `PromptGraph` collects the
+values that it computes `once` from an input. The main graph reads those values. A second graph
+computes them; it is replayed only when that input is another tensor, or was written to.
 """
 
 from __future__ import annotations
@@ -19,48 +19,49 @@ from ...backends.torch_internals import pytree, view_base
 
 
 class _Running(threading.local):
-    prelude: Prelude | None = None
+    prompt_graph: PromptGraph | None = None
 
 
 _running = _Running()
 
 
 def root(t: Tensor) -> Tensor:
-    """The tensor that a view is a view of."""
+    """The base of a view; the tensor itself if it is no view."""
     return view_base(t)
 
 
-def current() -> Prelude | None:
-    """The prelude of the forward that this thread captures, or is about to."""
-    return _running.prelude
+def active() -> PromptGraph | None:
+    """The prompt graph of the forward that this thread captures, or is about to capture."""
+    return _running.prompt_graph
 
 
-class Prelude:
-    """The values that a forward makes of its `inputs`, in the order in which it makes them."""
+class PromptGraph:
+    """The values that a forward computes from one of its `inputs`, in order."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = {id(root(t)): i for i, t in enumerate(inputs)}
         self._made: dict[Any, tuple[Callable[[], Any], Any]] = {}
-        self._tensors: dict[int, Tensor] = {}  # what the values are parts of
+        self._tensors: dict[int, Tensor] = {}  # bases of the values' tensors, by id
         self._last: dict[int, tuple[ref[Tensor], int]] = {}
         self.weights: list[Tensor] = []
-        self.sources: set[int] = set()  # numbers of the inputs that something was made of
+        self.sources: set[int] = set()  # indices of the inputs that values were computed from
         self.collecting = True
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        _running.prelude = self
+        _running.prompt_graph = self
         try:
             yield
         finally:
-            _running.prelude = None
+            _running.prompt_graph = None
 
     def once(
         self, owner: nn.Module, source: Tensor, weights: Sequence[Tensor], make: Callable[[], Any]
     ) -> Any:
+        """The value of `make()`, which reads `source` and `weights` only: collected, or reused."""
         origin = root(source)
         if id(origin) not in self._inputs and id(origin) not in self._tensors:
-            return make()  # it depends on more than an input
+            return make()  # the source is neither an input nor computed from one alone
         key = id(owner), id(origin), source.shape, source.stride(), source.storage_offset()
         if not self.collecting:
             return self._made[key][1] if key in self._made else make()
@@ -73,23 +74,23 @@ class Prelude:
             self.sources.add(self._inputs[id(origin)])
         return value
 
-    def make_again(self) -> None:
-        """Make every value anew, in its place."""
+    def recompute(self) -> None:
+        """Compute every value anew, in place."""
         for make, value in self._made.values():
             new = pytree.tree_leaves(make())
             for old, fresh in zip(pytree.tree_leaves(value), new, strict=True):
                 old.copy_(fresh)
 
-    def is_new(self, number: int, given: Tensor) -> bool:
-        """Whether an input is another tensor than last time, or has been written to."""
-        if given.is_inference():  # nobody counts who writes to it
+    def is_new(self, index: int, given: Tensor) -> bool:
+        """Whether an input is another tensor than last time, or was written to."""
+        if given.is_inference():  # it has no version counter
             return True
-        last = self._last.get(number)
+        last = self._last.get(index)
         return last is None or last[0]() is not given or last[1] != given._version
 
-    def note(self, number: int, given: Tensor) -> None:
-        """Values are made of this input now."""
-        self._last[number] = ref(given), 0 if given.is_inference() else given._version
+    def note(self, index: int, given: Tensor) -> None:
+        """Record that the values are now those of this input."""
+        self._last[index] = ref(given), 0 if given.is_inference() else given._version
 
     def forget(self) -> None:
         self._last.clear()

@@ -1,4 +1,4 @@
-"""What records: work on a device, turned into something that can be done again."""
+"""Recorders: they capture work on a device and replay it."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 
 from ...backends import torch_internals
 
-# other threads may go on allocating while one captures
+# other threads may allocate while one captures
 ERROR_MODE = "thread_local"
 
 
 class Recorder(Protocol):
-    """Turns work on a device into something that can be done again."""
+    """Captures work on a device for replay."""
 
     device_type: str
 
     def busy(self) -> bool:
-        """Whether the current stream is recorded already."""
+        """Whether the current stream is being captured already."""
 
-    def turn(self, device: torch.device) -> Any:
-        """A context for work on the memory of graphs: it starts after all such work before it."""
+    def exclusive(self, device: torch.device) -> Any:
+        """A context for work on graph memory: it waits for all such work on other streams."""
 
     def record(
         self, run: Callable[[], Any], device: torch.device
     ) -> tuple[Callable[[], None], Any]:
-        """A function that does the work of `run` again, and what `run` returned."""
+        """Capture `run`. Returns a function that replays it, and what `run` returned."""
 
     def stream(self) -> Any:
         """The current stream."""
 
     def release(self) -> None:
-        """Let go of memory that is held in reserve for graphs."""
+        """Free memory that is reserved for graphs."""
 
 
-class _Lane:
-    """What the graphs of one recorder share on a device: a memory pool, and the stream they are
-    captured on, without which they would not find each other's free memory in the pool. So no two
-    of them may run at once, and the next waits for the last one to be done."""
+class _Shared:
+    """What the graphs of one recorder share on a device: a memory pool, and the stream of their
+    captures (the pool's free memory is reused per stream). Graphs that share memory must not run
+    concurrently: each waits for the previous one."""
 
     def __init__(self, device: torch.device) -> None:
         self.captures = torch.cuda.Stream(device)
@@ -51,29 +51,29 @@ class _Lane:
         self._left: list[torch.cuda.CUDAGraph] = []
 
     def pool(self) -> Any:
-        """The pool, kept in being by a small graph: cuBLAS has its workspace for the stream in it,
-        which later graphs use too, and the allocator refuses a pool whose last graph is gone."""
+        """The pool, kept alive by a tiny graph: cuBLAS's workspace for the stream lies in it, which
+        later graphs use too, and the allocator refuses a pool whose last graph is gone."""
         if self._anchor is None:
             self._pool = torch.cuda.graph_pool_handle()
             with torch.cuda.stream(self.captures):
-                self._anchor = _capture_little(self._pool)
+                self._anchor = _tiny_graph(self._pool)
         return self._pool
 
     def leave_pool(self) -> None:
-        """Start another pool: the allocator takes no more captures into one whose capture failed.
-        The old one stays in being: cuBLAS goes on using its workspace."""
+        """Use a new pool: the allocator accepts no captures in a pool after one has failed. The old
+        pool is kept alive: cuBLAS still uses its workspace there."""
         if self._anchor is not None:
             self._left.append(self._anchor)
         self._pool = self._anchor = None
 
 
 class CudaRecorder:
-    """Records CUDA graphs."""
+    """Captures CUDA graphs."""
 
     device_type = "cuda"
 
     def __init__(self) -> None:
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._shared: dict[torch.device, _Shared] = {}
 
     def busy(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -82,29 +82,29 @@ class CudaRecorder:
         return torch.cuda.current_stream()
 
     @contextmanager
-    def turn(self, device: torch.device) -> Iterator[None]:
+    def exclusive(self, device: torch.device) -> Iterator[None]:
         with torch.cuda.device(device):
-            lane = self._lane(device)
+            shared = self._shared_on(device)
             stream = torch.cuda.current_stream()
-            if lane.last is not None and lane.last != stream:
-                stream.wait_event(lane.done)
+            if shared.last is not None and shared.last != stream:
+                stream.wait_event(shared.done)
             try:
                 yield
             finally:
-                lane.done.record(stream)
-                lane.last = stream
+                shared.done.record(stream)
+                shared.last = stream
 
     def record(
         self, run: Callable[[], Any], device: torch.device
     ) -> tuple[Callable[[], None], Any]:
-        lane = self._lane(device)
-        pool, graph = lane.pool(), torch.cuda.CUDAGraph()
-        # the first use of cuBLAS in a thread does what a capture forbids
+        shared = self._shared_on(device)
+        pool, graph = shared.pool(), torch.cuda.CUDAGraph()
+        # creating a thread's cuBLAS handle is not allowed during capture
         torch.cuda.current_blas_handle()
         torch.cuda.synchronize()
-        # a pool takes fresh memory: leave it what eager calls hold in reserve
+        # a pool allocates new memory: free what the allocator caches for eager calls
         torch.cuda.empty_cache()
-        with torch.cuda.stream(lane.captures):
+        with torch.cuda.stream(shared.captures):
             try:
                 graph.capture_begin(pool=pool, capture_error_mode=ERROR_MODE)
                 try:
@@ -115,22 +115,22 @@ class CudaRecorder:
                     raise
                 _end(graph, device, pool)
             except BaseException:
-                lane.leave_pool()
+                shared.leave_pool()
                 raise
         return graph.replay, result
 
     def release(self) -> None:
-        self._lanes.clear()
+        self._shared.clear()
 
-    def _lane(self, device: torch.device) -> _Lane:
-        if device not in self._lanes:
-            self._lanes[device] = _Lane(device)
-        return self._lanes[device]
+    def _shared_on(self, device: torch.device) -> _Shared:
+        if device not in self._shared:
+            self._shared[device] = _Shared(device)
+        return self._shared[device]
 
 
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """End a capture. If the driver refuses, PyTorch's allocator still believes in the capture, and
-    so may its random generator, which then fails at the next number it shall draw."""
+    """End a capture. If the driver refuses, PyTorch's allocator still acts as if capturing, and
+    so may its random generator, which then raises at the next draw."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -138,12 +138,12 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
             torch_internals.end_allocating_to_pool(device.index, pool)
             torch_internals.release_pool(device.index, pool)
         with suppress(RuntimeError):
-            # for the generator, one that ends well is the end of the failed one too
-            _capture_little(None)
+            # a capture that succeeds resets the generator
+            _tiny_graph(None)
         raise
 
 
-def _capture_little(pool: Any) -> torch.cuda.CUDAGraph:
+def _tiny_graph(pool: Any) -> torch.cuda.CUDAGraph:
     spare = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode=ERROR_MODE)

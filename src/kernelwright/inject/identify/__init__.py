@@ -1,1 +1,1 @@
-"""What there is to change: models, modules a person chose, kinds of norm, known source code."""
+"""What to change: models, the user's selection of modules, kinds of norm, known source code."""

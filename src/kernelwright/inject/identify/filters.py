@@ -1,4 +1,4 @@
-"""`only` and `skip`: which modules a person wants replaced."""
+"""`only` and `skip`: which modules the user wants replaced."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .targets import Part
 
 
 class Selection:
-    """Patterns are names of components, of classes, or of modules (with * and ?). One that fits
-    nothing is an error: a misspelt `skip` shall not inject what was to be left alone."""
+    """Patterns are names of components, classes or modules, with * and ?. One that matches nothing
+    is an error: a misspelt `skip` must not inject what was to be left alone."""
 
     def __init__(self, only: Any, skip: Any, parts: Sequence[Part]) -> None:
         self.only, self.skip = _patterns("only", only), _patterns("skip", skip)
@@ -34,9 +34,9 @@ class Selection:
 
     def leaves_out(self, part: Part, path: str, module: nn.Module) -> str | None:
         """Why a module is not to be replaced, or None."""
-        if self.only is not None and not _fits(self.only, part, path, module):
-            return "not among those named by only"
-        if self.skip and _fits(self.skip, part, path, module):
+        if self.only is not None and not _matches(self.only, part, path, module):
+            return "not named by only"
+        if self.skip and _matches(self.skip, part, path, module):
             return "named by skip"
         return None
 
@@ -56,8 +56,8 @@ def _names(part: Part, path: str, module: nn.Module) -> tuple[str, ...]:
     return tuple(n for n in (part.name, path, part.path(path), type(module).__name__) if n)
 
 
-def _fits(patterns: tuple[str, ...], part: Part, path: str, module: nn.Module) -> bool:
-    """By its own name, its class, its component, or the name of a module it lies in."""
+def _matches(patterns: tuple[str, ...], part: Part, path: str, module: nn.Module) -> bool:
+    """Match its own name, its class, its component, or the name of a module that contains it."""
     steps = path.split(".")
     above = [".".join(steps[: i + 1]) for i in range(len(steps))] if path else []
     names = {*_names(part, path, module), *above, *(part.path(a) for a in above)}

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...backends.torch_internals import mark_constant
 from ...ops.row.reference import eager_norm
-from ...ops.selection import given
 from ..state.hooks import PLAIN_FORWARDS
 from ..state.module_state import State
 
@@ -28,22 +28,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm the kernels know. Weights and eps are read from the module at each call, so a change
-    of them is seen."""
+    """A norm that has kernels. Weights and eps are read from the module at each call, so that
+    changes take effect."""
 
     kind: str  # "rms" or "layer"
     chain: str  # the eager steps it runs: "torch", "diffusers", "transformers" or "wan"
-    eps: str  # the attribute that holds it
+    eps: str  # the name of the module's attribute
 
 
-@given
+@mark_constant
 def default_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """What F.rms_norm adds where eps is None. PyTorch has changed its mind about that: the eps of
-    the dtype, or of float32 in which it computes."""
+    """What F.rms_norm adds if eps is None. It depends on the version of PyTorch: the eps of the
+    dtype, or of float32, in which it computes."""
     return _default_eps(dtype, device)
 
 
-@cache  # apart from the mark above: torch.compile looks through a cache, and past what is on it
+@cache  # not on the function above: torch.compile unwraps a cache and would lose `given`
 def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
     x = torch.full((1, 8), 2.0**-10, dtype=dtype, device=device)
     y = float(F.rms_norm(x, (8,))[0, 0])
@@ -57,7 +57,7 @@ Key = tuple[type, bool, bool]
 
 
 def key(module: nn.Module) -> Key:
-    """What modules of one kind share: their class, and whether they have a weight and a bias."""
+    """The kind of a module: its class, and whether it has a weight and a bias."""
     return (
         type(module),
         getattr(module, "weight", None) is not None,
@@ -66,19 +66,21 @@ def key(module: nn.Module) -> Key:
 
 
 def survey(modules: Iterable[nn.Module]) -> dict[Key, Norm | str]:
-    """The norms among `modules`, by kind; every one of them was tried."""
+    """The norms among `modules`, by kind; each module is probed."""
     kinds: dict[Key, Norm | str] = {}
     for module in modules:
         if looks_like_norm(module):
             found, known = describe(module), kinds.get(key(module))
             kinds[key(module)] = (
-                found if known in (None, found) else "modules of this class differ in what they do"
+                found
+                if known in (None, found)
+                else "modules of this class compute different things"
             )
     return kinds
 
 
 def describe(module: nn.Module) -> Norm | str:
-    """The norm that a module is, or why it is none that the kernels know."""
+    """The norm that a module is, or why there is no kernel for it."""
     known = _found.get(module)
     if known is None or not known[0].holds(module):
         known = _found[module] = State(module), _identify(module)
@@ -86,7 +88,7 @@ def describe(module: nn.Module) -> Norm | str:
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """A leaf named a norm, over the last dimension."""
+    """A leaf whose class is named a norm, except norms over other dimensions."""
     name = type(module).__name__
     return (
         ("Norm" in name or "norm" in name.lower())
@@ -177,7 +179,7 @@ Trial = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 def _trial(
     module: nn.Module, parameters: Mapping[str, Tensor], width: int, dtype: torch.dtype
 ) -> Trial | None:
-    """Rows, weight, bias, and what the module's own forward makes of them."""
+    """Random rows, weight and bias, and the output of the module's own forward for them."""
     generator = torch.Generator().manual_seed(width)
     twin = copy.copy(module)
     twin.__dict__ = dict(module.__dict__)
@@ -190,7 +192,7 @@ def _trial(
     try:
         with torch.no_grad():
             y = type(module).forward(twin, x)
-    except Exception:  # a norm that needs more than rows is none of ours, whatever it raised
+    except Exception:  # whatever it raised, a norm that needs more than rows has no kernel
         return None
     if not isinstance(y, Tensor):
         return None

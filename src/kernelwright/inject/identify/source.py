@@ -1,8 +1,8 @@
-"""Whether a function is the one a recipe was written after, whatever model it belongs to.
+"""Fingerprints of source code: whether a function is the one a recipe was written for.
 
-Families of transformers hold copies of each other's code. A recipe names the code it knows by its
-fingerprint and then fits every copy; code that was changed, in a model or in a later version of the
-library, has another and is left alone.
+Model families in transformers hold copies of each other's code. A recipe that names code by its
+fingerprint matches every copy; code that differs, in another model or in a later version of the
+library, has another fingerprint and is left alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 from torch import nn
 
-# what functions may differ in that compute the same
-SILENT = {"annotation", "returns", "type_comment", "type_params", "ctx", "kind"}
+# fields of the syntax tree that do not change what a function computes
+IGNORED_FIELDS = {"annotation", "returns", "type_comment", "type_params", "ctx", "kind"}
 
 
 @cache
 def fingerprint(function: Any) -> str:
-    """The same for functions that read alike but for annotations, docstrings and comments, and call
-    functions that do; "" if the source is not there to be read.
+    """A hash of the code of a function and of the functions it calls by name, without annotations,
+    docstrings and comments; "" if the source is not available.
 
-    Decorators of the function itself count, those of what it calls do not.
+    Decorators of the function itself count, those of its callees do not.
     """
-    found = plain(function)
+    found = undecorated(function)
     try:
         outlines = None if found is None else sorted(_outlines(found, {}).items())
     except (OSError, SyntaxError, TypeError):
@@ -39,10 +39,10 @@ def fingerprint(function: Any) -> str:
 
 
 @cache
-def runs_in_turn(function: Any, blocks: str, last: str) -> bool:
-    """Whether a forward does nothing to its hidden states between `self.blocks`, nor before it
-    gives them to `self.last`: then what one lays ready for the next cannot go stale."""
-    found = plain(function)
+def is_plain_loop(function: Any, blocks: str, last: str) -> bool:
+    """Whether a forward passes its hidden states from block to block of `self.blocks` and then to
+    `self.last`, and does nothing else to them: then a block may work ahead for the next."""
+    found = undecorated(function)
     try:
         body = [] if found is None else _tree(found).body
     except (OSError, SyntaxError, TypeError):
@@ -56,9 +56,9 @@ def runs_in_turn(function: Any, blocks: str, last: str) -> bool:
     return False
 
 
-def plain(found: Any) -> FunctionType | None:
-    """The function behind its decorators. The package `kernels` makes a module of some, whose
-    forward keeps it."""
+def undecorated(found: Any) -> FunctionType | None:
+    """The function inside its decorators. The package `kernels` turns some functions into modules,
+    with the function in the closure of their forward."""
     if isinstance(found, nn.Module):
         found = inspect.getclosurevars(type(found).forward).nonlocals.get("func")
     found = inspect.unwrap(found) if callable(found) else None
@@ -66,9 +66,9 @@ def plain(found: Any) -> FunctionType | None:
 
 
 def outline(function: Any) -> str:
-    """How a function is written, but for annotations, docstrings and comments; "" if the source is
-    not there to be read."""
-    found = plain(function)
+    """The code of a function without annotations, docstrings and comments; "" if the source is not
+    available."""
+    found = undecorated(function)
     try:
         return "" if found is None else _outline(_tree(found))
     except (OSError, SyntaxError, TypeError):
@@ -83,13 +83,13 @@ def _tree(function: FunctionType) -> ast.FunctionDef:
 
 
 def _outlines(function: FunctionType, seen: dict[str, str]) -> dict[str, str]:
-    """The outline of a function, and of those that it calls by name."""
+    """The outlines of a function and of those it calls by name."""
     tree = _tree(function)
     if seen:
         tree.decorator_list = []
     seen[function.__name__] = _outline(tree)
     for name in _called(tree):
-        callee = plain(function.__globals__.get(name))
+        callee = undecorated(function.__globals__.get(name))
         if callee is not None and name not in seen and not callee.__module__.startswith("torch."):
             _outlines(callee, seen)
     return seen
@@ -102,12 +102,14 @@ def _called(tree: ast.AST) -> Iterator[str]:
 
 
 def _outline(node: Any) -> str:
-    """A syntax tree in words that every version of Python finds for it."""
+    """A syntax tree as text that is the same in every version of Python."""
     if isinstance(node, list):
         return f"[{', '.join(map(_outline, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    fields = {n: v for n, v in ast.iter_fields(node) if n not in SILENT and v not in (None, [])}
+    fields = {
+        n: v for n, v in ast.iter_fields(node) if n not in IGNORED_FIELDS and v not in (None, [])
+    }
     if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
         fields["body"] = node.body[1:]
     parts = ", ".join(f"{name}={_outline(value)}" for name, value in fields.items())

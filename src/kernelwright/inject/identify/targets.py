@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-# components of a pipeline that run once a step; the others run once a picture
+# components of a pipeline that run at every step; the others run once per picture
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder", "controlnet")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A model, and the name it has in its pipeline ("" if it stands alone)."""
+    """A model, and its name in its pipeline ("" without one)."""
 
     name: str
     model: nn.Module
@@ -24,20 +24,19 @@ class Part:
 
     @property
     def encodes(self) -> bool:
-        """Whether it is a model of transformers, such as the encoder of the prompt.
+        """Whether it is a model of transformers, such as a text encoder.
 
-        These are worth a graph although they run only once or twice a picture: T5-XXL takes 37 ms
+        These are worth a graph although they run only once or twice per picture: T5-XXL takes 37 ms
         for a prompt, of which an H200 is busy for 7. Its capture costs about three such calls,
-        once: little beside the comparisons of a first picture, and saved again by the third.
-        A VAE is not: its kernels are long, and a graph would hold on to all its activations.
+        once: little beside first sight in the first picture, and recovered by the third. A VAE is
+        not: its kernels are long, and a graph would keep all its activations in memory.
         """
         return type(self.model).__module__.partition(".")[0] == "transformers"
 
     @property
     def graphed(self) -> nn.Module:
-        """What of it is replayed as a graph: all of it, but of a language model what comes before
-        the logits. They would be copied out of the graph, a gigabyte for 4096 tokens of Llama-3-8B.
-        """
+        """The module that is replayed as a graph: the model, or the body of a language model. Its
+        logits would be copied out of the graph, a gigabyte for 4096 tokens of Llama-3-8B."""
         head = getattr(self.model, "get_output_embeddings", None)
         body = getattr(self.model, "base_model", None)
         if self.encodes and isinstance(body, nn.Module) and head is not None and head() is not None:
@@ -49,7 +48,7 @@ class Part:
 
 
 def parts_of(target: Any) -> list[Part]:
-    """The models of a target; what torch.compile wrapped is looked into."""
+    """The models of a target, without the wrapper of torch.compile."""
     if isinstance(target, nn.Module):
         return [Part("", _unwrapped(target))]
     components = getattr(target, "components", None)

@@ -1,1 +1,1 @@
-"""One file a model family; `recipe.recipes()` finds them by themselves."""
+"""One file per model family; `_recipe.recipes()` finds them."""

@@ -1,4 +1,4 @@
-"""Query and key of several streams of tokens, such as text and image, that attend together."""
+"""Query and key of several token streams, such as text and image, in joint attention."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..fusions import Fusions
 from ..fusions.compiled_ops import JOINT_QK
 
 Rotary = tuple[Tensor, Tensor]
-# arguments of IP-Adapter that other processors are given too, and do not look at
-QUIET = {"ip_adapter_masks", "ip_hidden_states"}
+# arguments of IP-Adapter, which diffusers passes to all processors and others ignore
+IGNORED_ARGUMENTS = {"ip_adapter_masks", "ip_hidden_states"}
 
 
 class Stream(NamedTuple):
@@ -32,10 +32,10 @@ def joint_qk(
     rotary: Rotary | None = None,
     rotate: Callable[[Tensor, Rotary], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key of all streams, one behind the other: normed, then turned by `rotate` and the
-    tables `rotary` [tokens of all streams, dim]."""
+    """Normalise and rotate query and key of each stream, and concatenate the streams. `rotary` are
+    tables [tokens of all streams, dim] for `rotate`."""
     if len(streams) == 1:
-        return _normed(fuse, streams[0], rotary, rotate, None)
+        return _norm_and_rotate(fuse, streams[0], rotary, rotate, None)
     sizes = [s.query.shape[1] for s in streams]
     tables: list[Any] = [None] * len(streams)
     if rotary is not None:
@@ -46,23 +46,28 @@ def joint_qk(
     if joined is not None:
         return joined
     if not normed or traced or recorded:
-        made = [_normed(fuse, s, t, rotate, None) for s, t in zip(streams, tables, strict=True)]
+        made = [
+            _norm_and_rotate(fuse, s, t, rotate, None) for s, t in zip(streams, tables, strict=True)
+        ]
         return torch.cat([q for q, _ in made], dim=1), torch.cat([k for _, k in made], dim=1)
-    # each stream is written where it belongs, so nothing is left to concatenate
-    query, key = _room(streams[0].query, sum(sizes)), _room(streams[0].key, sum(sizes))
-    places = zip(query.split(sizes, dim=1), key.split(sizes, dim=1), strict=True)
-    for stream, table, place in zip(streams, tables, places, strict=True):
-        _normed(fuse, stream, table, rotate, place)
+    # each stream is written into its slice: nothing to concatenate
+    query, key = (
+        _empty_tokens(streams[0].query, sum(sizes)),
+        _empty_tokens(streams[0].key, sum(sizes)),
+    )
+    slices = zip(query.split(sizes, dim=1), key.split(sizes, dim=1), strict=True)
+    for stream, table, out in zip(streams, tables, slices, strict=True):
+        _norm_and_rotate(fuse, stream, table, rotate, out)
     return query, key
 
 
 def _traced(
     fuse: Fusions, streams: Sequence[Stream], tables: Sequence[Any], rotary: Rotary | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The same as one op of a graph, if the kernels have all of it."""
-    found = [fuse.qk_norms("", *s, t) for s, t in zip(streams, tables, strict=True)]
+    """The same as one op for torch.compile; None if there is no kernel for it."""
+    found = [fuse.qk_norm_operands("", *s, t) for s, t in zip(streams, tables, strict=True)]
     hows = [how for how in found if how is not None and how.q_weight is not None]
-    if len(hows) < len(streams) or any(how.each != hows[0].each for how in hows):
+    if len(hows) < len(streams) or any(how.separate != hows[0].separate for how in hows):
         return None
     cos, sin = (None, None) if rotary is None else rotary
     return JOINT_QK(
@@ -75,26 +80,26 @@ def _traced(
         sin,
         hows[0].exact or "",
         hows[0].backend or selection.traced(),
-        hows[0].each,
+        hows[0].separate,
     )
 
 
-def _normed(
+def _norm_and_rotate(
     fuse: Fusions,
     stream: Stream,
     rotary: Rotary | None,
     rotate: Callable[[Tensor, Rotary], Tensor] | None,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         return x if rotary is None or rotate is None else rotate(x, rotary)
 
     query, key, norm_q, norm_k = stream
     if norm_q is None or norm_k is None:
         query, key = norm_q(query) if norm_q else query, norm_k(key) if norm_k else key
-        return turned(query), turned(key)
-    return fuse.qk_norm_rope(query, key, norm_q, norm_k, rotary, turned, out=out)
+        return rotated(query), rotated(key)
+    return fuse.qk_norm_rope(query, key, norm_q, norm_k, rotary, rotated, out=out)
 
 
-def _room(like: Tensor, tokens: int) -> Tensor:
+def _empty_tokens(like: Tensor, tokens: int) -> Tensor:
     return like.new_empty((like.shape[0], tokens, *like.shape[2:]))

@@ -1,4 +1,4 @@
-"""What a recipe says: which modules it matches, and what replaces their forward."""
+"""A recipe: which modules it matches, and what replaces their forward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Forward = Callable[..., Any]
 class Patch:
     """A forward for the modules of one class.
 
-    `target` is the full name of the class, or a function of a module that gives True, False, or
-    why a module that looks like it is left alone. `forward(fusions)` makes the new forward, called
-    with the module first; with `for_class` it is given the class as well. What it returns may be
-    NotImplemented: the call then goes to the module's own forward. `covers` names the children
-    whose work it takes over.
+    `target` is the full name of the class, or a function that is given a module and returns True,
+    False, or why a module that looks like a match is left alone. `forward(fusions)` returns the new
+    forward, whose first argument is the module; with `for_class` it is given the class as well. If
+    the new forward returns NotImplemented, the module's own forward runs. `covers` names the
+    children whose work it takes over.
 
-    `sources` are the functions it was written after, by their names in the module of the class;
-    `written_for` are their fingerprints. Code of any other fingerprint has changed since: it is
-    then checked in every tier, and left to torch.compile as it is.
+    `sources` are the functions it was written for, by their names in the Python module of the
+    class; `written_for` are their fingerprints. Code with another fingerprint has changed since:
+    every tier then checks the new forward, and torch.compile is given the module's own.
 
-    `not_exact` says why `exact` leaves these modules alone, if it does.
+    `not_exact` is why `exact` leaves these modules alone, or None.
     """
 
     target: str | Callable[[nn.Module], bool | str]
@@ -51,19 +51,19 @@ class Patch:
 
     def is_written_for(self, kind: type) -> bool:
         if self.sources and class_of(full_name(kind)) is not kind:
-            return False  # a class that goes by the name of another
+            return False  # another class of the same name
         return not self.sources or fingerprint(kind, self.sources) in self.written_for
 
 
-# of a model: its blocks, in the order in which it calls them
+# returns the blocks of a model in the order in which it calls them
 Chain = Callable[[Any], Sequence[nn.Module]]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model family. `chains` gives a chain by the full name of the class that runs the blocks,
-    or is a function of a module that gives one or None: a block may then work ahead for the one
-    that follows."""
+    """One model family. `chains` are the chains by the full name of the class that runs the blocks,
+    or a function that returns the chain of a module or None. In a chain, a block may work ahead for
+    the next."""
 
     family: str
     patches: Sequence[Patch]
@@ -76,9 +76,9 @@ class Recipe:
 
 
 def class_of(name: str) -> Any:
-    """The class of a library by its full name, or None before that is imported."""
-    place, _, last = name.rpartition(".")
-    return getattr(sys.modules.get(place), last, None)
+    """A class of a library by its full name; None if it is not imported."""
+    module, _, last = name.rpartition(".")
+    return getattr(sys.modules.get(module), last, None)
 
 
 def full_name(kind: type) -> str:
@@ -100,7 +100,7 @@ def recipes() -> tuple[Recipe, ...]:
 
 
 def fingerprint(kind: type, sources: tuple[str, ...]) -> str:
-    """How these functions are written now; "" if one of them cannot be read."""
+    """The fingerprint of these functions as they are now; "" if the source of one is missing."""
     functions = []
     for name in sources:
         found: Any = sys.modules[kind.__module__]

@@ -1,7 +1,8 @@
 """The adaptive norms that many models of diffusers share.
 
 A norm without weights of its own, modulated by a projection of the timestep: norm and modulation
-become one kernel. A block that ends may run them together with its last addition (`adapted`).
+become one kernel. A block may run those of the next block together with its own last addition
+(`adaptive_norm`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..fusions import Fusions, hooked_now
 from ._recipe import Forward, Patch, Recipe, full_name
 
 MODULE = "diffusers.models.normalization"
-# how many parts the projection has
+# into how many parts the projection is split
 PARTS = {
     "AdaLayerNormZero": 6,
     "AdaLayerNormZeroSingle": 3,
@@ -23,7 +24,7 @@ PARTS = {
 }
 
 
-def adapted(
+def adaptive_norm(
     fuse: Fusions,
     module: Any,
     temb: Tensor,
@@ -31,7 +32,7 @@ def adapted(
     branch: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What an adaptive norm returns for total = x, or x + branch * gate; and that total."""
+    """The output of an adaptive norm for total = x, or x + branch * gate; and that total."""
     name = type(module).__name__
     if name == "AdaLayerNormContinuous":
         scale, shift = module.linear(module.silu(temb).to(x.dtype)).chunk(PARTS[name], dim=1)
@@ -51,8 +52,8 @@ def adapted(
     return (rows, *rest), total
 
 
-def is_adaptive(module: Any, temb: Tensor) -> bool:
-    """Whether `adapted` may stand for calling this module with this embedding."""
+def can_fuse_adaptive_norm(module: Any, temb: Tensor) -> bool:
+    """Whether `adaptive_norm` may replace calling this module with this embedding."""
     return (
         type(module).__name__ in PARTS
         and full_name(type(module)).startswith(MODULE)
@@ -76,7 +77,7 @@ def zero(fuse: Fusions) -> Forward:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
         elif emb is None or emb.ndim != 2:
             return NotImplemented
-        return adapted(fuse, self, emb, x)[0]
+        return adaptive_norm(fuse, self, emb, x)[0]
 
     return forward
 
@@ -85,17 +86,17 @@ def zero_single(fuse: Fusions) -> Forward:
     def forward(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
         if emb is None or emb.ndim != 2:
             return NotImplemented
-        return adapted(fuse, self, emb, x)[0]
+        return adaptive_norm(fuse, self, emb, x)[0]
 
     return forward
 
 
 def zero_x(fuse: Fusions) -> Forward:
     def forward(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-        # it is normalised once and modulated twice, which a hook would see
+        # eager calls the norm once and modulates twice; here the norm runs twice
         if emb is None or emb.ndim != 2 or hooked_now(self.norm):
             return NotImplemented
-        return adapted(fuse, self, emb, hidden_states)[0]
+        return adaptive_norm(fuse, self, emb, hidden_states)[0]
 
     return forward
 
@@ -104,7 +105,7 @@ def continuous(fuse: Fusions) -> Forward:
     def forward(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
         if conditioning_embedding.ndim != 2:
             return NotImplemented
-        return adapted(fuse, self, conditioning_embedding, x)[0][0]
+        return adaptive_norm(fuse, self, conditioning_embedding, x)[0][0]
 
     return forward
 

@@ -1,8 +1,8 @@
 """The attention of diffusers that UNets, PixArt, DiT and many others share.
 
-There is no norm or rotation in it to fuse, but there are steps to leave out: its forward looks up
-the signature of its processor at every call, and divides the result by 1; and keys and values of
-the text are the same at every step.
+It has no norm or RoPE to fuse, but steps to skip: its forward inspects the signature of its
+processor at every call, and divides the result by 1; and keys and values of the text are the same
+at every step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fusions import QKV, Fusions
-from ..fusions.projections import in_turn
+from ..fusions.projections import run_in_order
 from ._recipe import Forward, Patch, Recipe, class_of, full_name
 
 NAME = "AttnProcessor2_0"
@@ -57,7 +57,7 @@ def attend(
     encoder_hidden_states: Tensor | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """What the processor does with tokens [batch, tokens, width]."""
+    """The steps of the processor for tokens [batch, tokens, width]."""
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     batch, tokens, _ = context.shape
     if mask is not None:
@@ -72,15 +72,17 @@ def attend(
     elif attn.norm_cross:
         query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
     else:
-        query, made = attn.to_q(hidden_states), (attn.to_k, attn.to_v)
-        key, value = fuse.of_prompt(attn, context, made, lambda: fuse.text_products(context, made))
+        query, text_layers = attn.to_q(hidden_states), (attn.to_k, attn.to_v)
+        key, value = fuse.once_per_prompt(
+            attn, context, text_layers, lambda: fuse.text_projections(context, text_layers)
+        )
     query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
     if attn.norm_q is not None:
         query = attn.norm_q(query)
     if attn.norm_k is not None:
         key = attn.norm_k(key)
     rows = fuse.sdpa(query, key, value, mask=mask).flatten(2, 3).to(query.dtype)
-    rows = in_turn(attn.to_out, rows)
+    rows = run_in_order(attn.to_out, rows)
     if attn.residual_connection:
         rows = rows + hidden_states
     return rows if attn.rescale_output_factor == 1 else rows / attn.rescale_output_factor
@@ -92,7 +94,7 @@ RECIPE = Recipe(
         Patch(
             is_attention,
             attention,
-            "QKV in one product, the same steps with less around them, those of the text once a "
+            "QKV in one GEMM, fewer steps around attention, keys and values of the text once per "
             "prompt",
             sources=("Attention.forward", f"{NAME}.__call__"),
             written_for=("86cb5d2bf499",),

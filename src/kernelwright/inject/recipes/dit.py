@@ -1,8 +1,8 @@
 """PixArt and DiT: diffusers' BasicTransformerBlock with norms that the timestep modulates.
 
 Each modulation becomes one kernel with the norm before it and, where there is one, with the gate
-and the addition before that; the last addition of a block goes with the first norm of the next.
-The same class with plain norms serves UNets: see `unet`.
+and the addition before that; the last addition of a block runs with the first norm of the next. The
+same class with plain norms is used in UNets: see `unet`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fusions import Fusions, hooked_now
-from ..fusions.compiled_ops import total
+from ..fusions.compiled_ops import add
 from ..runtime import work_ahead
 from ._recipe import Forward, Patch, Recipe, full_name
 
@@ -39,7 +39,7 @@ def modulated_block(fuse: Fusions) -> Forward:
             return NotImplemented
         given = [t for t in (timestep, class_labels) if t is not None]
         ahead = work_ahead.take(self, hidden_states, *given)
-        # patches come transposed; eager's sums have the layout of the branch
+        # patches arrive transposed; eager's sums take the layout of the branch
         hidden_states = hidden_states.contiguous()
         if ahead is None:
             parts = modulation(self, hidden_states, timestep, class_labels)
@@ -55,7 +55,7 @@ def modulated_block(fuse: Fusions) -> Forward:
         )
         if self.attn2 is not None:
             hidden_states = fuse.residual(hidden_states, branch, gate, reader=self.attn2)
-            branch = self.attn2(  # PixArt's: its input not normalised, its output not gated
+            branch = self.attn2(  # PixArt does not normalise its input nor gate its output
                 hidden_states,
                 encoder_hidden_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
@@ -94,13 +94,13 @@ def norms(block: Any) -> tuple[Any, Any]:
 def modulation(
     block: Any, rows: Tensor, timestep: Any, class_labels: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """shift, scale and gate of both branches for `rows`: [batch, 1, width] each. PixArt adds to a
-    table of the block what one layer made of the timestep; DiT has such a layer in each block."""
+    """shift, scale and gate of both branches for `rows`: [batch, 1, width] each. PixArt projects
+    the timestep once and adds a table of each block; DiT has a projection in each block."""
     if block.norm_type == "ada_norm_zero":
         norm = block.norm1
         parts = norm.linear(norm.silu(norm.emb(timestep, class_labels, hidden_dtype=rows.dtype)))
         return parts.unsqueeze(1).chunk(6, dim=2)
-    return total(block.scale_shift_table, timestep.reshape(rows.shape[0], 6, -1)).chunk(6, dim=1)
+    return add(block.scale_shift_table, timestep.reshape(rows.shape[0], 6, -1)).chunk(6, dim=1)
 
 
 def is_block(*norm_types: str) -> Callable[[nn.Module], bool | str]:
@@ -110,17 +110,17 @@ def is_block(*norm_types: str) -> Callable[[nn.Module], bool | str]:
         if full_name(type(module)) != BLOCK or module.norm_type not in norm_types:
             return False
         if module.pos_embed is not None:
-            return "it adds positions between its norms and its attention"
+            return "it adds positional embeddings between norm and attention"
         if module.norm_type == "ada_norm_zero" and module.attn2 is not None:
-            return "a second attention beside an AdaLayerNormZero, which no known model has"
+            return "AdaLayerNormZero with a second attention: no known model has that"
         return True
 
     return matches
 
 
 def is_plain(block: Any, hidden_states: Tensor, cross_attention_kwargs: Any) -> bool:
-    """Nothing that the recipe leaves to diffusers: GLIGEN and other arguments of attention, a
-    feed-forward in chunks, tokens in more than one dimension, hooks where a norm is read around."""
+    """Whether the recipe handles this call. It does not handle GLIGEN and other arguments of
+    attention, a chunked feed-forward, tokens in more than one dimension, or hooks on a norm."""
     return (
         not cross_attention_kwargs
         and block._chunk_size is None
@@ -136,7 +136,7 @@ def may_read_norms(block: Any) -> bool:
 
 
 def next_block(block: Any) -> Any:
-    """The block that runs next, if it is like this one and work may be done ahead for it."""
+    """The next block, if it has the same kind of norms and this one may work ahead for it."""
     after: Any = work_ahead.following(block)
     if type(after) is not type(block) or after.norm_type != block.norm_type:
         return None

@@ -1,9 +1,9 @@
 """Falcon.
 
-The 7B normalises once a layer, runs attention and feed-forward side by side on the same rows, and
-adds both: the addition becomes one kernel with the norm of the next layer, or with the norm behind
-all layers. The 40B has a norm for each branch, the 1B runs its branches one after the other. RoPE
-of query and key is one launch.
+The 7B normalises once per layer, runs attention and feed-forward in parallel on the same rows, and
+adds both: the addition becomes one kernel with the norm of the next layer, or with the final norm.
+The 40B has a norm for each branch, the 1B runs its branches one after the other. RoPE of query and
+key is one launch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def first_norm(layer: Any) -> Any:
 
 
 def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
-    turn = kind.forward.__globals__["apply_rotary_pos_emb"]
+    apply_rope = kind.forward.__globals__["apply_rotary_pos_emb"]
 
     def forward(
         self: Any,
@@ -101,7 +101,7 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
         if alibi is not None or position_embeddings is None or not by_sdpa:
             return NotImplemented
         query, key, value = self._split_heads(self.query_key_value(hidden_states))
-        rotate = rotation(turn, position_embeddings)
+        rotate = rotation(apply_rope, position_embeddings)
         query, key = fuse.rope(query, key, position_embeddings, rotate, **ROPE)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if layer_past is not None:

@@ -1,9 +1,9 @@
 """FLUX.1.
 
-The first blocks keep text and image apart and join them for attention only; the later ones hold
-both as one row of tokens, yet hand them on as two. Norm and modulation, gate, residual and the next
-norm, and QK-norm with RoPE become one kernel each. A block finishes the norms of the next one, and
-a single block hands on the joined tokens as well, so that the next need not join them again.
+The double blocks keep text and image separate and concatenate them for attention only; the single
+blocks work on the concatenation, yet return two tensors. Norm and modulation, gate, residual and
+the next norm, and QK-norm with RoPE become one kernel each. A block computes the first norms of the
+next, and a single block also offers it the concatenated tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..fusions import QKV, TEXT_QKV, Fusions
-from ..fusions.compiled_ops import joint
-from ..fusions.projections import in_turn
+from ..fusions.compiled_ops import concat_tokens
+from ..fusions.projections import run_in_order
 from ..runtime import work_ahead
 from ..runtime.forwards import hooked
-from ._joint import QUIET, Rotary, Stream, joint_qk
+from ._joint import IGNORED_ARGUMENTS, Rotary, Stream, joint_qk
 from ._recipe import Forward, Patch, Recipe, class_of
-from .adaln import adapted, is_adaptive
+from .adaln import adaptive_norm, can_fuse_adaptive_norm
 
 MODULE = "diffusers.models.transformers.transformer_flux"
 Arguments = dict[str, Any] | None
@@ -35,13 +35,13 @@ def block(fuse: Fusions) -> Forward:
         image_rotary_emb: Rotary | None = None,
         joint_attention_kwargs: Arguments = None,
     ) -> tuple[Tensor, Tensor]:
-        opened = work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
-        if opened is None:
+        ahead = work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
+        if ahead is None:
             image = self.norm1(hidden_states, emb=temb)
             text = self.norm1_context(encoder_hidden_states, emb=temb)
         else:
-            image, text = opened
-        turned, text_turned, *added = self.attn(
+            image, text = ahead
+        attended, text_attended, *added = self.attn(
             hidden_states=image[0],
             encoder_hidden_states=text[0],
             image_rotary_emb=image_rotary_emb,
@@ -49,17 +49,17 @@ def block(fuse: Fusions) -> Forward:
         )
         gate, shift, scale, last_gate = (t[:, None] for t in image[1:])
         rows, hidden_states = fuse.residual_norm(
-            hidden_states, turned, self.norm2, gate, scale, shift
+            hidden_states, attended, self.norm2, gate, scale, shift
         )
         branch = self.ff(rows)
 
         gate, shift, scale, text_last_gate = (t[:, None] for t in text[1:])
         rows, encoder_hidden_states = fuse.residual_norm(
-            encoder_hidden_states, text_turned, self.norm2_context, gate, scale, shift
+            encoder_hidden_states, text_attended, self.norm2_context, gate, scale, shift
         )
         text_branch = self.ff_context(rows)
 
-        after = None if added else following(self, encoder_hidden_states, temb)
+        after = None if added else next_block(self, encoder_hidden_states, temb)
         if after is None:
             hidden_states = fuse.residual(hidden_states, branch, last_gate)
             if added:
@@ -67,9 +67,11 @@ def block(fuse: Fusions) -> Forward:
             encoder_hidden_states = fuse.residual(
                 encoder_hidden_states, text_branch, text_last_gate
             )
-            return bounded(encoder_hidden_states), hidden_states
-        image, hidden_states = adapted(fuse, after.norm1, temb, hidden_states, branch, last_gate)
-        text, encoder_hidden_states = adapted(
+            return clipped(encoder_hidden_states), hidden_states
+        image, hidden_states = adaptive_norm(
+            fuse, after.norm1, temb, hidden_states, branch, last_gate
+        )
+        text, encoder_hidden_states = adaptive_norm(
             fuse, after.norm1_context, temb, encoder_hidden_states, text_branch, text_last_gate
         )
         work_ahead.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
@@ -87,65 +89,63 @@ def single_block(fuse: Fusions) -> Forward:
         image_rotary_emb: Rotary | None = None,
         joint_attention_kwargs: Arguments = None,
     ) -> tuple[Tensor, Tensor]:
-        words = encoder_hidden_states.shape[1]
+        text_tokens = encoder_hidden_states.shape[1]
         streams = encoder_hidden_states, hidden_states
         tokens = None
-        if (
-            opened := work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
-        ) is not None:
-            tokens, (rows, gate) = opened
-        elif (normed := normed_apart(fuse, self.norm, streams, temb)) is not None:
+        if (ahead := work_ahead.take(self, hidden_states, encoder_hidden_states, temb)) is not None:
+            tokens, (rows, gate) = ahead
+        elif (normed := norm_of_streams(fuse, self.norm, streams, temb)) is not None:
             rows, gate = normed
         else:
             tokens = torch.cat(streams, dim=1)
             rows, gate = self.norm(tokens, emb=temb)
-        turned = self.attn(
+        attended = self.attn(
             hidden_states=rows,
             image_rotary_emb=image_rotary_emb,
             **(joint_attention_kwargs or {}),
         )
-        branch = fuse.joined_linear(self.proj_out, turned, self.proj_mlp, self.act_mlp, rows)
+        branch = fuse.joined_linear(self.proj_out, attended, self.proj_mlp, self.act_mlp, rows)
         gate = gate[:, None]
 
         if tokens is None:
-            tokens = bounded(fuse.joint_residual(streams, branch, gate))
-            return tokens[:, :words], tokens[:, words:]
-        after = following(self, tokens, temb)
+            tokens = clipped(fuse.joint_residual(streams, branch, gate))
+            return tokens[:, :text_tokens], tokens[:, text_tokens:]
+        after = next_block(self, tokens, temb)
         if after is None:
-            tokens = bounded(fuse.residual(tokens, branch, gate))
-            return tokens[:, :words], tokens[:, words:]
-        opened, tokens = adapted(fuse, after.norm, temb, tokens, branch, gate)
-        encoder_hidden_states, hidden_states = tokens[:, :words], tokens[:, words:]
-        work_ahead.offer(after, (hidden_states, encoder_hidden_states, temb), (tokens, opened))
+            tokens = clipped(fuse.residual(tokens, branch, gate))
+            return tokens[:, :text_tokens], tokens[:, text_tokens:]
+        ahead, tokens = adaptive_norm(fuse, after.norm, temb, tokens, branch, gate)
+        encoder_hidden_states, hidden_states = tokens[:, :text_tokens], tokens[:, text_tokens:]
+        work_ahead.offer(after, (hidden_states, encoder_hidden_states, temb), (tokens, ahead))
         return encoder_hidden_states, hidden_states
 
     return forward
 
 
-def normed_apart(
+def norm_of_streams(
     fuse: Fusions, norm: Any, streams: tuple[Tensor, Tensor], temb: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """The norm of both streams and their gate, if a graph may do without joining them."""
+    """The norm of both streams and the gate, without a concatenation; torch.compile only."""
     traced = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if not traced or hooked(norm) or not is_adaptive(norm, temb):
+    if not traced or hooked(norm) or not can_fuse_adaptive_norm(norm, temb):
         return None
     shift, scale, gate = norm.linear(norm.silu(temb)).chunk(3, dim=1)
     rows = fuse.joint_norm_modulate(norm.norm, streams, scale[:, None], shift[:, None])
     return None if rows is None else (rows, gate)
 
 
-def following(block: Any, tokens: Tensor, temb: Tensor) -> Any:
-    """The next block, if it is of the same kind and its norms may be run here."""
+def next_block(block: Any, tokens: Tensor, temb: Tensor) -> Any:
+    """The next block, if it is of the same class and its first norms may run in this one."""
     after: Any = work_ahead.following(block)
-    # in float16 the sum is bounded before it is normalised
+    # in float16 the sum is clipped before it is normalised
     if type(after) is not type(block) or tokens.dtype == torch.float16:
         return None
     names = ("norm1", "norm1_context") if hasattr(after, "norm1") else ("norm",)
-    return after if all(is_adaptive(getattr(after, n), temb) for n in names) else None
+    return after if all(can_fuse_adaptive_norm(getattr(after, n), temb) for n in names) else None
 
 
-def bounded(x: Tensor) -> Tensor:
-    """float16 without infinities."""
+def clipped(x: Tensor) -> Tensor:
+    """x clipped to the range of float16, as eager does in float16."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
@@ -159,7 +159,7 @@ def attention(fuse: Fusions) -> Forward:
         **kwargs: Any,
     ) -> Any:
         alone = encoder_hidden_states is None
-        if not is_plain(self, alone) or kwargs.keys() - QUIET:
+        if not is_plain(self, alone) or kwargs.keys() - IGNORED_ARGUMENTS:
             return NotImplemented
         return attend(
             fuse, self, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
@@ -169,8 +169,8 @@ def attention(fuse: Fusions) -> Forward:
 
 
 def is_plain(attn: Any, alone: bool) -> bool:
-    """The processor the recipe was written after, with projections of their own, for the image
-    alone or for both."""
+    """Whether it has the processor this recipe was written for, with separate projections, and is
+    given the text as well only where it projects that."""
     return (
         type(attn.processor) is class_of(f"{MODULE}.FluxAttnProcessor")
         and not attn.fused_projections
@@ -186,7 +186,7 @@ def attend(
     attention_mask: Tensor | None,
     image_rotary_emb: Rotary | None,
 ) -> Any:
-    """What FLUX's attention processor does."""
+    """The steps of FLUX's attention processor."""
     from diffusers.models.embeddings import apply_rotary_emb
 
     def heads(name: str, x: Tensor, *layers: Any) -> list[Tensor]:
@@ -205,16 +205,16 @@ def attend(
         layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
         query, key, text_value = heads(TEXT_QKV, encoder_hidden_states, *layers)
         streams.insert(0, Stream(query, key, attn.norm_added_q, attn.norm_added_k))
-        value = joint([text_value, value])
+        value = concat_tokens([text_value, value])
 
     query, key = joint_qk(fuse, streams, image_rotary_emb, rotate)
     rows = fuse.attention(query, key, value, attention_mask, attn.processor)
     rows = rows.flatten(2, 3).to(query.dtype)
     if encoder_hidden_states is None:
         return rows
-    words = encoder_hidden_states.shape[1]
-    text, image = rows.split_with_sizes([words, rows.shape[1] - words], dim=1)
-    image = in_turn(attn.to_out, image.contiguous())
+    text_tokens = encoder_hidden_states.shape[1]
+    text, image = rows.split_with_sizes([text_tokens, rows.shape[1] - text_tokens], dim=1)
+    image = run_in_order(attn.to_out, image.contiguous())
     return image, attn.to_add_out(text.contiguous())
 
 
@@ -245,7 +245,7 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.FluxAttention",
             attention,
-            "QKV in one product, QK-norm + RoPE in one launch",
+            "QKV in one GEMM, QK-norm + RoPE in one launch",
             covers=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
             sources=(
                 "FluxAttention.forward",

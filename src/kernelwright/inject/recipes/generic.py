@@ -1,4 +1,4 @@
-"""Whatever no family knows: norms and gated activations, one module at a time."""
+"""For every model: norms, gated activations and feed-forwards, one module at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._recipe import Forward, Patch, Recipe, full_name
 
 def norm(fuse: Fusions) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs:  # each class has a name of its own for the rows
+        if kwargs:  # classes name their input differently
             return NotImplemented
         (x,) = args
         ahead = work_ahead.take(self, x)
@@ -31,7 +31,7 @@ def is_norm(module: nn.Module) -> bool | str:
     found = norm_kinds.describe(module)
     if not isinstance(found, Norm):
         return found
-    # a gated norm is a plain one until it is given its gate
+    # a gated norm computes a plain one if called without its gate
     alone = len(signature(type(module).forward).parameters) == 2
     return True if alone else "its forward takes more than the rows"
 
@@ -64,7 +64,7 @@ def is_feed_forward(module: Any) -> bool | str:
         return False
     first = full_name(type(module.net[0]))
     if first == "diffusers.models.activations.GEGLU":
-        return "its GEGLU is taken by itself"
+        return "its GEGLU is replaced on its own"
     return first == "diffusers.models.activations.GELU" or f"no kernel for its {first}"
 
 
@@ -82,7 +82,7 @@ RECIPE = Recipe(
         Patch(
             is_feed_forward,
             feed_forward,
-            "GELU in one kernel, or in the epilogue of the product before it",
+            "GELU in one kernel, or in the epilogue of the GEMM before it",
             sources=("FeedForward.forward", "GELU.forward", "GELU.gelu"),
             written_for=("382acbd5c433",),
         ),

@@ -1,11 +1,11 @@
-"""Llama and its kin: Mistral, Qwen2, Qwen3, and every family of transformers with their code.
+"""Llama, Mistral, Qwen2, Qwen3, and every model family of transformers with the same code.
 
 A layer adds two branches to its residual stream and normalises after each: addition and norm become
-one kernel, the last addition together with the first norm of the next layer or with the norm behind
-all layers. RoPE of query and key is one launch, with their norms where a model has them, and so is
-the gated activation of the feed-forward.
+one kernel, the last addition together with the first norm of the next layer or with the final norm.
+RoPE of query and key is one launch, with their norms where a model has them, and so is the gated
+activation of the feed-forward.
 
-Nothing here goes by names: modules are known by the code of their forward.
+Modules are matched by the code of their forward, not by class names.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fusions import GATE_UP, QKV, Fusions
-from ..fusions.projections import product
+from ..fusions.projections import run_linear
 from ..identify import norm_kinds
 from ..identify.norm_kinds import Norm
-from ..identify.source import fingerprint, runs_in_turn
+from ..identify.source import fingerprint, is_plain_loop
 from ..runtime import work_ahead
 from ._recipe import Chain, Forward, Patch, Recipe, full_name
 
@@ -29,7 +29,7 @@ MLP = "a63053b7956b"  # LlamaMLP
 LLAMA, MISTRAL, QWEN2, QWEN3 = "2fc5664d94ae", "741ad75452c4", "8a4b8238783c", "ede566726f97"
 SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
 ATTENTION = (LLAMA, MISTRAL, QWEN2, QWEN3)
-CHANGED = "its forward is not one the recipe was written after"
+CHANGED = "its forward is not one the recipe was written for"
 
 Rotary = tuple[Tensor, Tensor]
 ROPE: dict[str, Any] = {"layout": "half", "chain": "transformers"}
@@ -80,36 +80,36 @@ def is_layer(module: nn.Module) -> bool | str:
     if fingerprint(type(module).forward) != LAYER:
         return CHANGED
     found = norm_kinds.describe(module.post_attention_layernorm)  # type: ignore[arg-type]
-    return True if isinstance(found, Norm) else f"its norm stays as it is: {found}"
+    return True if isinstance(found, Norm) else f"no kernel for its norm: {found}"
 
 
-def in_turn(model: nn.Module) -> Chain | None:
-    """The layers of a model one after the other, then its last norm."""
+def layer_chain(model: nn.Module) -> Chain | None:
+    """The layers of a model in order, then its final norm."""
     layers = model._modules.get("layers")
     if not isinstance(layers, nn.ModuleList) or not all(is_layer(m) is True for m in layers):
         return None
-    if "norm" not in model._modules or not runs_in_turn(type(model).forward, "layers", "norm"):
+    if "norm" not in model._modules or not is_plain_loop(type(model).forward, "layers", "norm"):
         return None
     return lambda model: [*model.layers, model.norm]
 
 
-def rotation(turn: Callable[..., Any], rotary: Rotary) -> Callable[[Tensor], Tensor]:
+def rotation(apply_rope: Callable[..., Any], rotary: Rotary) -> Callable[[Tensor], Tensor]:
     """`apply_rotary_pos_emb` of a model, for one tensor [batch, tokens, heads, dim]."""
 
     def rotate(x: Tensor) -> Tensor:
         x = x.transpose(1, 2)
-        # it takes two tensors: the second has no heads here
-        return turn(x, x[:, :0], *rotary)[0].transpose(1, 2)
+        # it expects two tensors: pass one without heads as the second
+        return apply_rope(x, x[:, :0], *rotary)[0].transpose(1, 2)
 
     return rotate
 
 
 def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
-    """The attention of one class, which brings the functions of its own module."""
+    """The forward for one class of attention, with the functions of its own Python module."""
     code = fingerprint(kind.forward)
     own = kind.forward.__globals__
-    interfaces, by_hand = own["ALL_ATTENTION_FUNCTIONS"], own["eager_attention_forward"]
-    turn = own["apply_rotary_pos_emb"]
+    interfaces, eager_attention = own["ALL_ATTENTION_FUNCTIONS"], own["eager_attention_forward"]
+    apply_rope = own["apply_rotary_pos_emb"]
 
     def window(self: Any) -> dict[str, Any]:
         if code == LLAMA:
@@ -131,9 +131,9 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
         layers = self.q_proj, self.k_proj, self.v_proj
         query, key, value = fuse.projections(QKV, hidden_states, layers)
         if past_key_values is not None:
-            value = value.contiguous()  # a cache that keeps it shall not keep query and key too
+            value = value.contiguous()  # a view in the cache would keep query and key alive
         query, key, value = query.view(heads), key.view(heads), value.view(heads).transpose(1, 2)
-        rotary, rotate = position_embeddings, rotation(turn, position_embeddings)
+        rotary, rotate = position_embeddings, rotation(apply_rope, position_embeddings)
         if code == QWEN3:
             query, key = fuse.qk_norm_rope(
                 query, key, self.q_norm, self.k_norm, rotary, rotate, **ROPE
@@ -143,7 +143,7 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = interfaces.get_interface(self.config._attn_implementation, by_hand)
+        attend = interfaces.get_interface(self.config._attn_implementation, eager_attention)
         rows, weights = attend(
             self,
             query,
@@ -155,7 +155,7 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
             **window(self),
             **kwargs,
         )
-        return product(self.o_proj, rows.reshape(*tokens, -1).contiguous()), weights
+        return run_linear(self.o_proj, rows.reshape(*tokens, -1).contiguous()), weights
 
     return forward
 
@@ -184,7 +184,7 @@ def is_mlp(module: nn.Module) -> bool | str:
 
 
 RECIPE = Recipe(
-    family="Llama and its kin",
+    family="Llama and models with its code",
     patches=(
         Patch(
             is_layer,
@@ -195,11 +195,11 @@ RECIPE = Recipe(
         Patch(
             is_attention,
             attention,
-            "QKV in one product, RoPE in one launch, with QK-norm where there is one",
+            "QKV in one GEMM, RoPE in one launch, with QK-norm where there is one",
             covers=("q_norm", "k_norm"),
             for_class=True,
         ),
-        Patch(is_mlp, mlp, "gate and up in one product, SwiGLU in one kernel"),
+        Patch(is_mlp, mlp, "gate and up in one GEMM, SwiGLU in one kernel"),
     ),
-    chains=in_turn,
+    chains=layer_chain,
 )

@@ -1,9 +1,9 @@
 """LTX-Video.
 
 A block modulates two norms and gates two branches; its attention normalises query and key over all
-heads and turns them by tables as wide as the token. Each of these becomes one kernel, and the last
-addition of a block is done together with the first norm of the next. Keys and values of the text
-are made once a prompt.
+heads and rotates them by tables of the width of a token. Each of these becomes one kernel, and the
+last addition of a block runs together with the first norm of the next. Keys and values of the text
+are computed once per prompt.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..fusions import QKV, Fusions
-from ..fusions.compiled_ops import total
-from ..fusions.projections import in_turn
+from ..fusions.compiled_ops import add
+from ..fusions.projections import run_in_order
 from ..reuse.rope_tables import narrow
 from ..runtime import work_ahead
 from ._recipe import Forward, Patch, Recipe, class_of
@@ -43,18 +43,18 @@ def block(fuse: Fusions) -> Forward:
             parts, rows = ahead
         _, _, gate, shift_ff, scale_ff, gate_ff = parts
 
-        turned = self.attn1(
+        attended = self.attn1(
             hidden_states=rows, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
         )
-        hidden_states = fuse.residual(hidden_states, turned, gate, reader=self.attn2)
-        crossed = self.attn2(
+        hidden_states = fuse.residual(hidden_states, attended, gate, reader=self.attn2)
+        cross_attended = self.attn2(
             hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             image_rotary_emb=None,
             attention_mask=encoder_attention_mask,
         )
         rows, hidden_states = fuse.residual_norm(
-            hidden_states, crossed, self.norm2, scale=scale_ff, shift=shift_ff
+            hidden_states, cross_attended, self.norm2, scale=scale_ff, shift=shift_ff
         )
         branch = self.ff(rows)
 
@@ -74,8 +74,8 @@ def block(fuse: Fusions) -> Forward:
 def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
     """shift, scale and gate of both branches: [batch, 1 or tokens, width] each."""
     blocks = work_ahead.running()
-    # a modulation for every token is too large to be made for all blocks at once
-    if blocks and temb.shape[1] == 1 and id(block) in blocks and fuse.modulations.keeps(temb):
+    # with one modulation per token, those of all blocks at once would take too much memory
+    if blocks and temb.shape[1] == 1 and id(block) in blocks and fuse.modulations.is_allowed(temb):
         together = fuse.modulations(temb, None, lambda: modulations(blocks.values(), temb))
         if together is not None:
             return together[id(block)]
@@ -83,9 +83,9 @@ def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
 
 
 def modulations(blocks: Iterable[Any], temb: Tensor) -> dict[int, tuple[Tensor, ...]] | None:
-    """The same of all blocks in one addition, if their tables are here."""
+    """`modulation` of all blocks in one addition, by id; None if a table is on another device."""
     tables = {id(b): b.scale_shift_table for b in blocks}
-    plain = all(type(t) in (Tensor, Parameter) for t in tables.values())  # FSDP's are not
+    plain = all(type(t) in (Tensor, Parameter) for t in tables.values())  # not FSDP's DTensors
     if not plain or any(t.device != temb.device for t in tables.values()):
         return None
     together = added(torch.stack(list(tables.values()))[:, None, None], temb)
@@ -95,7 +95,7 @@ def modulations(blocks: Iterable[Any], temb: Tensor) -> dict[int, tuple[Tensor, 
 def added(table: Tensor, temb: Tensor) -> Tensor:
     """table [..., 6, width] + temb [batch, tokens, 6 * width]"""
     parts = temb.unflatten(2, (table.shape[-2], -1))
-    return total(table, parts) if temb.shape[1] == 1 else table + parts
+    return add(table, parts) if temb.shape[1] == 1 else table + parts
 
 
 def attention(fuse: Fusions) -> Forward:
@@ -123,7 +123,7 @@ def attention(fuse: Fusions) -> Forward:
 
 
 def is_plain(attn: Any) -> bool:
-    """The processor the recipe was written after, with projections of their own."""
+    """Whether it has the processor this recipe was written for, with separate projections."""
     return type(attn.processor) is class_of(f"{MODULE}.LTXVideoAttnProcessor") and not getattr(
         attn, "fused_projections", False
     )
@@ -138,12 +138,12 @@ def attend(
     attention_mask: Tensor | None,
     image_rotary_emb: Rotary | None,
 ) -> Tensor:
-    """What LTX-Video's attention processor does."""
+    """The steps of LTX-Video's attention processor."""
     from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     if attention_mask is not None:
-        attention_mask = for_heads(fuse, attn, attention_mask, *context.shape[:2])
+        attention_mask = mask_per_head(fuse, attn, attention_mask, *context.shape[:2])
 
     def rotate(x: Tensor) -> Tensor:
         return x if image_rotary_emb is None else apply_rotary_emb(x, image_rotary_emb)
@@ -166,21 +166,21 @@ def attend(
     else:
 
         def keys_and_values() -> tuple[Tensor, Tensor]:
-            key, value = fuse.text_products(context, (attn.to_k, attn.to_v))
+            key, value = fuse.text_projections(context, (attn.to_k, attn.to_v))
             return attn.norm_k(key), value
 
         layers = attn.to_k, attn.norm_k, attn.to_v
-        key, value = fuse.of_prompt(attn, context, layers, keys_and_values)
+        key, value = fuse.once_per_prompt(attn, context, layers, keys_and_values)
         query = attn.norm_q(attn.to_q(hidden_states))
     query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, value))
     rows = fuse.attention(query, key, value, attention_mask, processor)
     rows = rows.flatten(2, 3).to(query.dtype)
-    rows = in_turn(attn.to_out, rows)
+    rows = run_in_order(attn.to_out, rows)
     return rows
 
 
-def for_heads(fuse: Fusions, attn: Any, mask: Tensor, batch: int, tokens: int) -> Tensor:
-    """The mask that all blocks are given, as [batch, heads, 1, tokens]."""
+def mask_per_head(fuse: Fusions, attn: Any, mask: Tensor, batch: int, tokens: int) -> Tensor:
+    """The mask as [batch, heads, 1, tokens], computed once for all blocks."""
 
     def make() -> Tensor:
         prepared = attn.prepare_attention_mask(mask, tokens, batch)
@@ -206,12 +206,12 @@ def rope(fuse: Fusions) -> Forward:
                 self, hidden_states, num_frames, height, width, scale, video_coords
             )
 
-        # Dynamo of torch 2.11 cannot look through the attributes of a module
+        # Dynamo of torch 2.11 cannot trace the check of the module's attributes
         if torch.compiler.is_compiling() or video_coords is not None or not is_numbers(scale):
             return make()
-        place = (hidden_states.shape[0], hidden_states.device, num_frames, height, width)
-        numbers = (place, None if scale is None else tuple(scale))
-        return fuse.tables.remembered(numbers, make)
+        sizes = (hidden_states.shape[0], hidden_states.device, num_frames, height, width)
+        numbers = (sizes, None if scale is None else tuple(scale))
+        return fuse.tables.cached(numbers, make)
 
     return forward
 
@@ -236,7 +236,7 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.LTXAttention",
             attention,
-            "QKV in one product, QK-norm + RoPE in one launch, keys and values of the text once a "
+            "QKV in one GEMM, QK-norm + RoPE in one launch, keys and values of the text once per "
             "prompt",
             covers=("norm_q", "norm_k"),
             sources=(
@@ -249,7 +249,7 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.LTXVideoRotaryPosEmbed",
             rope,
-            "its tables made once a resolution",
+            "its tables computed once per resolution",
             sources=("LTXVideoRotaryPosEmbed.forward",),
             written_for=("26da63713ffe",),
         ),

@@ -1,7 +1,7 @@
-"""The VAE of LTX-Video: every norm in its blocks is one kernel with the SiLU behind it.
+"""The VAE of LTX-Video: every norm in its blocks is one kernel with the SiLU after it.
 
-The norms before the last convolutions stand in the forward of a whole encoder or decoder, which
-nobody wants to run twice to compare; `generic` takes these, and their SiLU stays by itself.
+The norms before the last convolutions are in the forward of the encoder and decoder themselves,
+which are too expensive to run twice for first sight; `generic` replaces these, without their SiLU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def block(fuse: Fusions) -> Forward:
 
 
 def with_noise(x: Tensor, strength: Tensor | None, generator: Generator | None) -> Tensor:
-    """x, and the same noise at every frame and channel, as strong as each channel says."""
+    """x + noise * strength: the noise is [H, W], the strength is per channel."""
     if strength is None:
         return x
     noise = torch.randn(x.shape[-2:], generator=generator, device=x.device, dtype=x.dtype)[None]

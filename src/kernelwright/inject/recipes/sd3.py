@@ -1,9 +1,9 @@
 """Stable Diffusion 3 and 3.5.
 
-A block keeps text and image apart and joins them for attention; some blocks of 3.5 attend over the
-image a second time, and the last one drops the text. Norm and modulation, gate, residual and the
-next norm become one kernel each, across blocks too; query and key are normed into the place where
-they are attended to.
+A block keeps text and image separate and concatenates them for attention; some blocks of 3.5 have a
+second attention over the image, and the last one drops the text. Norm and modulation, gate,
+residual and the next norm become one kernel each, across blocks too; query and key are normalised
+into their slices of the concatenation.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fusions import QKV, TEXT_QKV, Fusions
-from ..fusions.compiled_ops import joint
-from ..fusions.projections import product
+from ..fusions.compiled_ops import concat_tokens
+from ..fusions.projections import run_linear
 from ..runtime import work_ahead
-from ._joint import QUIET, Stream, joint_qk
+from ._joint import IGNORED_ARGUMENTS, Stream, joint_qk
 from ._recipe import Forward, Patch, Recipe, class_of, full_name
-from .adaln import adapted, is_adaptive
+from .adaln import adaptive_norm, can_fuse_adaptive_norm
 
 NAME = "JointAttnProcessor2_0"
 PROCESSOR = f"diffusers.models.attention_processor.{NAME}"
@@ -35,18 +35,18 @@ def block(fuse: Fusions) -> Forward:
     ) -> tuple[Tensor | None, Tensor]:
         if self._chunk_size is not None:
             return NotImplemented
-        given = joint_attention_kwargs or {}
-        opened = work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
-        image, text = opened or open_block(self, hidden_states, encoder_hidden_states, temb)
-        turned, text_turned = self.attn(
-            hidden_states=image[0], encoder_hidden_states=text[0], **given
+        kwargs = joint_attention_kwargs or {}
+        ahead = work_ahead.take(self, hidden_states, encoder_hidden_states, temb)
+        image, text = ahead or first_norms(self, hidden_states, encoder_hidden_states, temb)
+        attended, text_attended = self.attn(
+            hidden_states=image[0], encoder_hidden_states=text[0], **kwargs
         )
         gate, shift, scale, last_gate = (t[:, None] for t in image[1:5])
         if self.use_dual_attention:
-            hidden_states = fuse.residual(hidden_states, turned, gate)
-            turned, gate = self.attn2(hidden_states=image[5], **given), image[6][:, None]
+            hidden_states = fuse.residual(hidden_states, attended, gate)
+            attended, gate = self.attn2(hidden_states=image[5], **kwargs), image[6][:, None]
         rows, hidden_states = fuse.residual_norm(
-            hidden_states, turned, self.norm2, gate, scale, shift
+            hidden_states, attended, self.norm2, gate, scale, shift
         )
         branch = self.ff(rows)
         if self.context_pre_only:
@@ -54,16 +54,18 @@ def block(fuse: Fusions) -> Forward:
 
         gate, shift, scale, text_last_gate = (t[:, None] for t in text[1:])
         rows, encoder_hidden_states = fuse.residual_norm(
-            encoder_hidden_states, text_turned, self.norm2_context, gate, scale, shift
+            encoder_hidden_states, text_attended, self.norm2_context, gate, scale, shift
         )
         text_branch = self.ff_context(rows)
 
-        after = following(self, temb)
+        after = next_block(self, temb)
         if after is None:
             hidden_states = fuse.residual(hidden_states, branch, last_gate)
             return fuse.residual(encoder_hidden_states, text_branch, text_last_gate), hidden_states
-        image, hidden_states = adapted(fuse, after.norm1, temb, hidden_states, branch, last_gate)
-        text, encoder_hidden_states = adapted(
+        image, hidden_states = adaptive_norm(
+            fuse, after.norm1, temb, hidden_states, branch, last_gate
+        )
+        text, encoder_hidden_states = adaptive_norm(
             fuse, after.norm1_context, temb, encoder_hidden_states, text_branch, text_last_gate
         )
         work_ahead.offer(after, (hidden_states, encoder_hidden_states, temb), (image, text))
@@ -72,21 +74,21 @@ def block(fuse: Fusions) -> Forward:
     return forward
 
 
-def open_block(block: Any, image: Tensor, text: Tensor, temb: Tensor) -> tuple[Any, Any]:
-    """The first norms of both streams: rows, and gates and modulations for later."""
-    opened = block.norm1(image, emb=temb)
+def first_norms(block: Any, image: Tensor, text: Tensor, temb: Tensor) -> tuple[Any, Any]:
+    """The first norms of both streams: rows, then the gates and modulations for later steps."""
+    normed = block.norm1(image, emb=temb)
     if block.context_pre_only:
-        return opened, (block.norm1_context(text, temb),)
-    return opened, block.norm1_context(text, emb=temb)
+        return normed, (block.norm1_context(text, temb),)
+    return normed, block.norm1_context(text, emb=temb)
 
 
-def following(block: Any, temb: Tensor) -> Any:
-    """The next block, if its norms may be run here."""
+def next_block(block: Any, temb: Tensor) -> Any:
+    """The next block, if its first norms may run in this one."""
     after: Any = work_ahead.following(block)
     if type(after) is not type(block) or after._chunk_size is not None:
         return None
     norms = after.norm1, after.norm1_context
-    return after if all(is_adaptive(norm, temb) for norm in norms) else None
+    return after if all(can_fuse_adaptive_norm(norm, temb) for norm in norms) else None
 
 
 def attention(fuse: Fusions) -> Forward:
@@ -98,7 +100,7 @@ def attention(fuse: Fusions) -> Forward:
         **cross_attention_kwargs: Any,
     ) -> Any:
         plain = type(self.processor) is class_of(PROCESSOR)
-        if not plain or cross_attention_kwargs.keys() - QUIET:
+        if not plain or cross_attention_kwargs.keys() - IGNORED_ARGUMENTS:
             return NotImplemented
         return attend(fuse, self, hidden_states, encoder_hidden_states)
 
@@ -106,7 +108,7 @@ def attention(fuse: Fusions) -> Forward:
 
 
 def is_joint(module: nn.Module) -> bool | str:
-    """The attention of SD3; the class serves many other models."""
+    """The attention of SD3; many other models use the same class."""
     return full_name(type(module)) == "diffusers.models.attention_processor.Attention" and type(
         module.processor
     ) is class_of(PROCESSOR)
@@ -115,7 +117,7 @@ def is_joint(module: nn.Module) -> bool | str:
 def attend(
     fuse: Fusions, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None
 ) -> Any:
-    """What SD3's attention processor does. It takes no mask."""
+    """The steps of SD3's attention processor, which takes no mask."""
 
     def heads(name: str, x: Tensor, *layers: Any) -> list[Tensor]:
         projected = fuse.projections(name, x, layers)
@@ -127,17 +129,17 @@ def attend(
         layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
         query, key, text_value = heads(TEXT_QKV, encoder_hidden_states, *layers)
         streams.append(Stream(query, key, attn.norm_added_q, attn.norm_added_k))
-        value = joint([value, text_value])
+        value = concat_tokens([value, text_value])
 
     query, key = joint_qk(fuse, streams)
     rows = fuse.sdpa(query, key, value, gathered=len(streams) > 1)
     rows = rows.flatten(2, 3).to(query.dtype)
     tokens = hidden_states.shape[1]
-    image = attn.to_out[1](fuse.of_first(attn.to_out[0], rows, tokens))
+    image = attn.to_out[1](fuse.linear_of_first_tokens(attn.to_out[0], rows, tokens))
     if encoder_hidden_states is None:
         return image
     text = rows[:, tokens:]
-    return image, text if attn.context_pre_only else product(attn.to_add_out, text)
+    return image, text if attn.context_pre_only else run_linear(attn.to_add_out, text)
 
 
 RECIPE = Recipe(
@@ -154,7 +156,7 @@ RECIPE = Recipe(
         Patch(
             is_joint,
             attention,
-            "QKV in one product, QK-norm of both streams, written side by side",
+            "QKV in one GEMM, QK-norm of both streams without a concatenation",
             covers=NORMS,
             sources=("Attention.forward", f"{NAME}.__call__"),
             written_for=("bdde2630dad5",),

@@ -1,4 +1,4 @@
-"""The projection of the text that LTX-Video, PixArt and their kin begin with: once a prompt."""
+"""The text projection of LTX-Video, PixArt and related models: once per prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def projection(fuse: Fusions) -> Forward:
 
         if hooked_now(self.act_1):
             return make()
-        return fuse.of_prompt(self, caption, (self.linear_1, self.linear_2), make)
+        return fuse.once_per_prompt(self, caption, (self.linear_1, self.linear_2), make)
 
     return forward
 
@@ -28,7 +28,7 @@ RECIPE = Recipe(
         Patch(
             "diffusers.models.embeddings.PixArtAlphaTextProjection",
             projection,
-            "made once a prompt",
+            "computed once per prompt",
             sources=("PixArtAlphaTextProjection.forward",),
             written_for=("561e253ab8f0",),
         ),

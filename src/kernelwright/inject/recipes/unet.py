@@ -1,8 +1,8 @@
 """UNets such as SDXL's: transformer blocks with plain LayerNorms.
 
-Every addition in a block is done together with the norm after it, the last one with the first norm
-of the next block; which that is, `dit` says of every Transformer2DModel. GEGLU, in the
-feed-forward, is a patch of its own: see `generic`.
+Every addition in a block runs together with the norm after it, the last one with the first norm of
+the next block; `dit` has the chain of blocks of Transformer2DModel. GEGLU, in the feed-forward, has
+a patch of its own in `generic`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def block(fuse: Fusions) -> Forward:
         if not is_plain(self, hidden_states, cross_attention_kwargs):
             return NotImplemented
         rows = work_ahead.take(self, hidden_states)
-        # pixels may come transposed; eager's sums have the layout of the branch
+        # pixels may arrive transposed; eager's sums take the layout of the branch
         hidden_states = hidden_states.contiguous()
         if rows is None:
             rows = self.norm1(hidden_states)

@@ -1,8 +1,8 @@
 """Wan 2.1 and 2.2.
 
-A block computes in float32 between its steps and rounds after each: norm with modulation, gate with
-addition. Its attention normalises query and key over all heads, then turns each head. Each of these
-becomes one kernel, and the last addition of a block is done together with the first norm of the
+A block computes each of its steps in float32 and rounds after it: norm with modulation, gate with
+addition. Its attention normalises query and key over all heads, then rotates each head. Each of
+these becomes one kernel, and the last addition of a block runs together with the first norm of the
 next.
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ...library_internals import processor_choices
 from ..fusions import QKV, Fusions
-from ..fusions.compiled_ops import total
-from ..fusions.projections import in_turn
+from ..fusions.compiled_ops import add
+from ..fusions.projections import run_in_order
 from ..runtime import work_ahead
 from ._recipe import Forward, Patch, Recipe, class_of
 
 MODULE = "diffusers.models.transformers.transformer_wan"
-TEXT_TOKENS = 512  # the last so many tokens of the context are text, those before it an image
+TEXT_TOKENS = 512  # the context is an image, if there is one, then this many tokens of text
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -38,26 +38,28 @@ def block(fuse: Fusions) -> Forward:
         ahead = work_ahead.take(self, hidden_states, temb)
         if ahead is None:
             parts = modulation(self, temb)
-            rows = fuse.norm_modulate(self.norm1, hidden_states, parts[1], parts[0], wide=True)
+            rows = fuse.norm_modulate(self.norm1, hidden_states, parts[1], parts[0], float32=True)
         else:
             parts, rows = ahead
         _, _, gate, shift_ff, scale_ff, gate_ff = parts
 
-        turned = self.attn1(rows, None, None, rotary_emb)
-        rows, hidden_states = fuse.residual_norm(hidden_states, turned, self.norm2, gate, wide=True)
-        crossed = self.attn2(rows, encoder_hidden_states, None, None)
+        attended = self.attn1(rows, None, None, rotary_emb)
         rows, hidden_states = fuse.residual_norm(
-            hidden_states, crossed, self.norm3, scale=scale_ff, shift=shift_ff, wide=True
+            hidden_states, attended, self.norm2, gate, float32=True
+        )
+        cross_attended = self.attn2(rows, encoder_hidden_states, None, None)
+        rows, hidden_states = fuse.residual_norm(
+            hidden_states, cross_attended, self.norm3, scale=scale_ff, shift=shift_ff, float32=True
         )
         branch = self.ffn(rows)
 
-        # one modulation a token takes 12 times the memory of the rows: not those of two blocks
+        # a modulation per token takes 12 times the memory of the rows: hold one block's at a time
         after = work_ahead.following(self) if temb.ndim == 3 else None
         if after is None:
-            return fuse.residual(hidden_states, branch, gate_ff, wide=True)
+            return fuse.residual(hidden_states, branch, gate_ff, float32=True)
         parts = modulation(after, temb)
         rows, hidden_states = fuse.residual_norm(
-            hidden_states, branch, after.norm1, gate_ff, parts[1], parts[0], wide=True
+            hidden_states, branch, after.norm1, gate_ff, parts[1], parts[0], float32=True
         )
         work_ahead.offer(after, (hidden_states, temb), (parts, rows))
         return hidden_states
@@ -68,12 +70,12 @@ def block(fuse: Fusions) -> Forward:
 def modulation(block: Any, temb: Tensor) -> tuple[Tensor, ...]:
     """shift, scale and gate of both branches in float32: [batch, 1 or tokens, width] each."""
     table = block.scale_shift_table
-    if table.dtype != torch.float32:  # otherwise the sum is float32 by itself
+    if table.dtype != torch.float32:  # otherwise the sum is promoted to float32
         temb = temb.float()
     if temb.ndim == 3:
         temb = temb.unsqueeze(1)
     table = table.unsqueeze(0)
-    return (total(table, temb) if temb.shape[1] == 1 else table + temb).unbind(2)
+    return (add(table, temb) if temb.shape[1] == 1 else table + temb).unbind(2)
 
 
 def attention(fuse: Fusions) -> Forward:
@@ -93,8 +95,8 @@ def attention(fuse: Fusions) -> Forward:
 
 
 def is_plain(attn: Any, context: Tensor | None) -> bool:
-    """The processor the recipe was written after, with projections of their own; and it does not
-    share out a context over several GPUs."""
+    """Whether it has the processor this recipe was written for, with separate projections, and no
+    context parallelism where there is a context."""
     return (
         type(attn.processor) is class_of(f"{MODULE}.WanAttnProcessor")
         and not attn.fused_projections
@@ -109,12 +111,12 @@ def attend(
     context: Tensor | None,
     rotary: Rotary | None,
 ) -> Tensor:
-    """What Wan's attention processor does: attention to the tokens themselves or to a text, and in
-    the models that start from an image, to that beside it."""
-    picture = None
+    """The steps of Wan's attention processor: self-attention, or cross-attention to the text; in
+    image-to-video models also to the image, added to that."""
+    image = None
     if attn.add_k_proj is not None and context is not None:
         length = context.shape[1] - TEXT_TOKENS
-        picture, context = context[:, :length], context[:, length:]
+        image, context = context[:, :length], context[:, length:]
 
     def heads(x: Tensor) -> Tensor:
         return x.unflatten(2, (attn.heads, -1))
@@ -124,24 +126,24 @@ def attend(
         query, key, value = fuse.projections(QKV, hidden_states, layers)
     else:
         query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
-    query, key = normed_and_turned(fuse, attn, query, key, rotary)
+    query, key = norm_and_rotate(fuse, attn, query, key, rotary)
     value = heads(value)
     rows = fuse.attention(query, key, value, None, attn.processor).flatten(2, 3).type_as(query)
-    if picture is not None:
-        key = heads(attn.norm_added_k(attn.add_k_proj(picture)))
-        value = heads(attn.add_v_proj(picture))
+    if image is not None:
+        key = heads(attn.norm_added_k(attn.add_k_proj(image)))
+        value = heads(attn.add_v_proj(image))
         seen = fuse.attention(query, key, value, None, attn.processor)
         rows = rows + seen.flatten(2, 3).type_as(query)
-    rows = in_turn(attn.to_out, rows)
+    rows = run_in_order(attn.to_out, rows)
     return rows
 
 
-def normed_and_turned(
+def norm_and_rotate(
     fuse: Fusions, attn: Any, query: Tensor, key: Tensor, rotary: Rotary | None
 ) -> tuple[Tensor, Tensor]:
-    """Query and key [batch, tokens, heads, dim], of such [batch, tokens, heads * dim]."""
+    """Normalise and rotate query and key: [B, S, H*D] -> [B, S, H, D]."""
 
-    def turn(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         return x if rotary is None else rotate(x, rotary)
 
     if rotary is None or torch.promote_types(query.dtype, rotary[0].dtype) == torch.float32:
@@ -151,20 +153,20 @@ def normed_and_turned(
             attn.norm_q,
             attn.norm_k,
             rotary,
-            lambda x: turn(x.unflatten(2, (attn.heads, -1))),
+            lambda x: rotated(x.unflatten(2, (attn.heads, -1))),
             across_heads=True,
             heads=attn.heads,
         )
-    # tables that were cast along with the model: eager does not rotate in float32
+    # the tables were cast with the model: eager does not rotate in float32
     query, key = (
         norm(x).unflatten(2, (attn.heads, -1))
         for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
     )
-    return fuse.rope(query, key, rotary, turn, layout="interleaved", chain="wan")
+    return fuse.rope(query, key, rotary, rotated, layout="interleaved", chain="wan")
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Neighbours (a, b) of each head turned, in the wider dtype of rows and tables."""
+    """Rotate neighbours (a, b) of each head, in the wider dtype of rows and tables."""
     cos, sin = rotary[0][..., 0::2], rotary[1][..., 1::2]
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x)
@@ -184,7 +186,7 @@ RECIPE = Recipe(
         Patch(
             f"{MODULE}.WanAttention",
             attention,
-            "QKV in one product, QK-norm + RoPE in one launch",
+            "QKV in one GEMM, QK-norm + RoPE in one launch",
             covers=("norm_q", "norm_k"),
             sources=(
                 "WanAttention.forward",

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """Modules of one class at one place of a model ("transformer_blocks.*.norm1"). Either
-    `replaced_by` or `left_alone` says what became of them."""
+    """Modules of one class at one place of a model ("transformer_blocks.*.norm1"). One of
+    `replaced_by` and `left_alone` is set."""
 
     component: str
     where: str
     kind: str
-    weight: bool | None  # None: it has children, and weights where they have them
+    weight: bool | None  # whether it has a weight of its own; None: it has children
     replaced_by: str | None
     numerics: str
     left_alone: str | None
@@ -57,17 +57,17 @@ class Record:
 
     @property
     def problems(self) -> list[Finding]:
-        """Where the comparison with eager failed, and eager stays."""
+        """Where the comparison with eager failed: these stay eager."""
         return [f for f in self.findings if f.problem]
 
     @property
     def unchecked(self) -> list[Finding]:
-        """What is fused although it was not compared with eager."""
+        """What runs fused without having been compared with eager, and why."""
         return [f for f in self.findings if f.unchecked]
 
     @property
     def sites(self) -> dict[str, dict[str, int]]:
-        """Fused places by name, and what became of them: {"QK-norm + RoPE": {"fused": 56}}."""
+        """Fusion sites by name, and what became of them: {"QK-norm + RoPE": {"fused": 56}}."""
         counts: dict[str, Counter[str]] = {}
         last = {f.module: f for f in self.findings}
         for finding in last.values():
@@ -76,7 +76,7 @@ class Record:
         return {name: dict(c) for name, c in counts.items()}
 
     def count(self, kind: str, component: str | None = None) -> int:
-        """How many replaced modules have a class of this name, in one component or in all."""
+        """How many modules of this class were replaced, in one component or in all."""
         return sum(
             n
             for line, n in self.lines.items()

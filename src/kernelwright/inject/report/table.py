@@ -1,4 +1,4 @@
-"""How a report looks."""
+"""A report as text: the table, and the lines below it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def render(report: Record) -> Iterator[Any]:
 
 
 def architecture(report: Record) -> Any:
-    """Every place of a model that could be fused, one row each."""
+    """Every place of a model that could be fused, one row for each."""
     from rich.table import Table
 
     table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
@@ -92,13 +92,13 @@ def summary(report: Record) -> str:
     misfits = Counter(why for c in report.checkers for why in c.misfits.values())
     for why, count in misfits.items():
         text += f"; {count} layers not in fp8: {why}"
-    if untold := sum(len(c.untold) for c in report.checkers):
-        text += f"; {untold} modules run as they are until they are given more than zeros and NaN"
+    if uninformative := sum(len(c.uninformative) for c in report.checkers):
+        text += f"; {uninformative} modules stay eager until their values are not all zeros or NaN"
     return text + "."
 
 
 def _not_compared(report: Record) -> str:
-    """Why there is nothing to say of comparisons."""
+    """Why no comparison was made."""
     if report.planned:
         return "nothing was changed"
     models = [m for reference in report.models if (m := reference()) is not None]

@@ -1,1 +1,1 @@
-"""What is computed once and used again: rotary tables, values of a prompt, packed weights."""
+"""Computed once and used again: rotary tables, values of a prompt, packed weights."""

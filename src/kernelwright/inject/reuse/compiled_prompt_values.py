@@ -1,8 +1,8 @@
-"""Products of the text for a graph of torch.compile, made once a prompt.
+"""Projections of the prompt as an op for torch.compile, computed once per prompt.
 
-The graph takes what an op returns for its own and may write over it, so it is given a copy; that
-is a small part of the work. A text is kept from its second step on: where the whole model is
-compiled, each step has a text of its own.
+A compiled graph may overwrite what an op returns, so it gets a copy, which costs little beside the
+GEMMs. A value is cached from the second call with the same text on: where the whole model is
+compiled, each step has a new text tensor.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..graphs import prompt_graph
 from ..graphs.prompt_graph import root
 from ..runtime import model_run
 from . import packed_gemm, packed_weights
-from .prompt_values import Made, can_be_kept, layout
+from .prompt_values import MadeFrom, can_cache, layout_and_version
 
 
 class _Entry:
-    """A text that was seen, and what was made of it; let go when the text is."""
+    """A text, and from its second call on its projections, which are freed with it."""
 
     def __init__(self, operands: Sequence[Tensor], facts: Hashable) -> None:
-        mine = ref(self)
-        self.source = ref(operands[0], lambda _: _forget(mine))
-        self.made = Made.of(operands, facts)
+        me = ref(self)
+        self.source = ref(operands[0], lambda _: _forget(me))
+        self.made = MadeFrom.of(operands, facts)
         self.value: Tensor | None = None
 
 
@@ -41,42 +41,46 @@ def _forget(entry: ref[_Entry]) -> None:
 _by_weight: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _of_text(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """The products of all weights beside each other: [..., sum of outputs]."""
+def _text_projections(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """text @ w.T + b of all layers, concatenated: [..., sum of outputs]."""
     owner: Any = weights[0].untyped_storage()
 
     def make() -> Tensor:
-        return torch.cat(packed_gemm.apart(text, weights, biases), -1)
+        return torch.cat(packed_gemm.separate_linears(text, weights, biases), -1)
 
     with torch.no_grad():
-        if not can_be_kept(text, [*weights, *biases]):
+        if not can_cache(text, [*weights, *biases]):
             return make()
-        running = prompt_graph.current()
+        running = prompt_graph.active()
         if running is not None:
             return running.once(owner, text, [*weights, *biases], make).clone()
-        contents = model_run.current.contents
-        if contents is None or not model_run.looks_back() or packed_weights.not_now(text.device):
+        samples = model_run.active.samples
+        if (
+            samples is None
+            or not model_run.checks_samples()
+            or packed_weights.why_not_now(text.device)
+        ):
             return make()
         operands = root(text), *weights, *biases
-        facts = layout(text), model_run.current.switches, id(contents), contents.epoch
+        facts = layout_and_version(text), model_run.active.switches, id(samples), samples.epoch
         entry = _by_weight.get(owner)
         if entry is None or not entry.made.holds(operands, facts):
             _by_weight[owner] = _Entry(operands, facts)
             return make()
         if entry.value is None:
             for operand in operands:
-                contents.note(operand, whole=operand is operands[0])
+                samples.note(operand, whole=operand is operands[0])
             entry.value = make()
         return entry.value.clone()
 
 
-def _room(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+def _empty_output(text: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     return text.new_empty((*text.shape[:-1], sum(len(w) for w in weights)))
 
 
-OF_TEXT = library.define_unrecorded(
+TEXT_PROJECTIONS = library.define_unrecorded(
     "products_of_text",
     "(Tensor text, Tensor[] weights, Tensor[] biases) -> Tensor",
-    _of_text,
-    _room,
+    _text_projections,
+    _empty_output,
 )

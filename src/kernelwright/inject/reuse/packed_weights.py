@@ -1,11 +1,11 @@
-"""Linear layers that are given the same input, with their weights side by side in memory.
+"""Packs the weights of linear layers that share an input next to each other in memory.
 
-Query, key and value are then one product, and so are the two projections of a gated feed-forward.
-The weights stay the parameters they were: same names, shapes and values. Only their memory is
-other: slices of one block, each with a storage of its own, so that saving, copying or moving one of
-them sees that one alone. The block lives as long as one of its slices, and nothing is kept beside
-them. Whether they still lie in it is asked of their addresses at every call, so a weight that was
-moved, swapped or loaded anew is seen, and they are packed again.
+Query, key and value are then one GEMM, and so are the two projections of a gated feed-forward. The
+weights stay the same parameters, with the same names, shapes and values. Only their memory changes:
+slices of one block, each with a storage of its own, so that saving, copying or moving one of them
+does not touch the others. The block lives as long as one of its slices; no second copy is kept.
+Every call compares the addresses of the weights, so one that was moved, swapped or loaded again is
+noticed, and they are packed again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..graphs.capture import capturing, relocated
 
 # PyTorch's own allocations on the CPU start at multiples of this
 CPU_ALIGNMENT = 64
-# weights that leave their block after fewer than CALLS calls, and LIMIT times so, belong to
-# somebody who moves them about, such as group offload
+# weights that have left their block LIMIT times after fewer than CALLS calls are moved routinely,
+# as group offload does: stop packing them
 CALLS, LIMIT = 8, 3
-# who compiles a model holds on to one weight or another while it first runs
+# torch.compile keeps temporary references to weights during its first run: retry
 TRIES = 3
 
 SHARED = "one of its weights shares its memory"
 UNLIKE = "its layers differ in dtype, device, input or bias"
-MOVED = "its weights are moved about"
+MOVED = "its weights keep being moved, as by offloading"
 
 
 class Packed(NamedTuple):
@@ -48,15 +48,15 @@ class Packed(NamedTuple):
 
 @dataclass
 class _Group:
-    """What is known of layers that belong together."""
+    """The state of layers that are packed together."""
 
-    facts: Any = None  # of the weights as they were packed, or found not to be for it
+    facts: Any = None  # addresses and layouts of the weights when `blocks` or `why` was set
     why: str | None = None  # why they are not packed
     blocks: tuple[TensorWeakRef, ...] = ()
     sizes: tuple[int, ...] = ()
     calls: int = 0
     moved: int = 0
-    tries: int = 0  # how often they were found to share their memory
+    tries: int = 0  # how often in a row a weight shared its memory
 
     @property
     def settled(self) -> bool:
@@ -64,16 +64,16 @@ class _Group:
 
 
 _groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
-# the same by the memory of their first weight, for a compiled graph, which is given weights alone
+# the same by the storage of the first weight: a compiled graph passes weights, not modules
 _of_weights: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _lock = threading.Lock()
 _PARAMETER = frozenset((nn.Parameter,))
 
 
 def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
-    """Plain linear layers as one for `x`, or why they are not. If they may be packed now, they
-    are."""
-    own = [layer._parameters for layer in layers]  # the way through the attribute takes longer
+    """The packed weights of plain linear layers, or why they are not packed. Packs them if
+    needed."""
+    own = [layer._parameters for layer in layers]  # faster than through nn.Module.__getattr__
     weights: list[Any] = [p["weight"] for p in own]
     biases: list[Any] = [b for p in own if (b := p["bias"]) is not None]
     group = _groups.get(layers[0])
@@ -83,35 +83,35 @@ def packed(layers: Sequence[nn.Linear], x: Tensor) -> Packed | str:
 
 
 def packed_weights(weights: list[Any], biases: list[Any], x: Tensor) -> Packed | str:
-    """The same of layers that are known by their weights alone."""
+    """`packed` for callers that have weights, not modules."""
     return _packed(_group_of(weights[0]), weights, biases, x)
 
 
 def _group_of(weight: Any) -> _Group:
-    buffers = weight.untyped_storage()
-    found = _of_weights.get(buffers)
+    storage = weight.untyped_storage()
+    found = _of_weights.get(storage)
     if found is None:
         with _lock:
-            found = _of_weights.setdefault(buffers, _Group())
+            found = _of_weights.setdefault(storage, _Group())
     return found
 
 
 def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> Packed | str:
     first = weights[0]
     if type(x) is not Tensor or not _PARAMETER.issuperset(map(type, weights)):
-        return "tensors of a class of their own"
+        return "a tensor subclass"
     if x.dtype is not first.dtype or x.device != first.device:
         return "its dtype or device changes"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
         return "gradients are recorded"
     mixed = torch_internals.any_autocast() and torch.is_autocast_enabled(x.device.type)
     if mixed or torch_internals.in_jit_trace():
-        return "its weights are read in another way"
+        return "autocast or a JIT trace"
     blocks = _blocks(group, weights + biases)
     if blocks is None or not group.settled:
         if group.moved >= LIMIT:
             return MOVED
-        if why := not_now(x.device):
+        if why := why_not_now(x.device):
             return why
         with _lock:
             blocks = _blocks(group, weights + biases)
@@ -124,29 +124,29 @@ def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> 
     return Packed(blocks[0], blocks[1] if biases else None, group.sizes)
 
 
-def not_now(device: torch.device) -> str | None:
-    """Why no weight may be given other memory at this moment."""
+def why_not_now(device: torch.device) -> str | None:
+    """Why weights must not be moved at this moment, or None."""
     if capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return "a graph was recorded before it had run once"
+        return "a graph was captured before its first run"
     if torch_internals.dispatch_modes():
-        return "something looks on at every operation"
+        return "a dispatch mode sees every operation"
     if torch_internals.warms_up_cudagraphs(device):
-        return "torch.compile is about to record a graph"
+        return "torch.compile is about to capture a graph"
     return None
 
 
 def _facts(weights: list[Any]) -> Any:
-    """Where weights lie, and how they are read."""
+    """Addresses and layouts of weights."""
     return [(w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
 
 
 def _blocks(group: _Group, weights: list[Any]) -> list[Any] | None:
-    """The blocks of weights that are as they were left, or None."""
+    """The blocks of these weights, or None if a weight was moved or a block is gone."""
     if group.facts != _facts(weights):
         return None
     blocks = []
     for reference in group.blocks:
-        # other memory may have come to lie at the same address
+        # the addresses match, but may have been reused after the block was freed
         if (block := reference()) is None:
             return None
         blocks.append(block)
@@ -157,18 +157,18 @@ def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:
     if group.blocks:
         group.moved += group.calls < CALLS
     blocks: list[Tensor] = []
-    group.why = _unfit(weights, biases)
+    group.why = _why_not(weights, biases)
     group.tries = group.tries + 1 if group.why == SHARED else 0
     if group.moved >= LIMIT:
         group.why = MOVED
     if group.why is None:
         try:
             with torch.inference_mode(False), torch.no_grad():
-                _make_room(weights[0])
-                blocks = [_side_by_side(parts) for parts in (weights, biases) if parts]
+                _release_cached_memory(weights[0])
+                blocks = [_move_into_block(parts) for parts in (weights, biases) if parts]
         except torch.OutOfMemoryError:
             group.why = "there was no memory to pack its weights"
-        if weights[0].is_cuda:  # in place for whichever stream comes next
+        if weights[0].is_cuda:  # the next call may use another stream
             torch.cuda.current_stream(weights[0].device).synchronize()
         relocated()
     group.blocks, group.calls = tuple(map(TensorWeakRef, blocks)), 0
@@ -177,20 +177,22 @@ def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:
     return blocks
 
 
-def _unfit(weights: list[Any], biases: list[Any]) -> str | None:
-    """Why these weights cannot lie side by side, or None if they can."""
+def _why_not(weights: list[Any], biases: list[Any]) -> str | None:
+    """Why these weights cannot be packed, or None."""
     if len(biases) not in (0, len(weights)):
         return UNLIKE
-    if why := unlike(weights, biases or [None] * len(weights)):
+    if why := why_unlike(weights, biases or [None] * len(weights)):
         return why
     everything = [*weights, *biases]
-    if len({id(w) for w in everything}) < len(everything) or not all(map(_is_alone, everything)):
+    if len({id(w) for w in everything}) < len(everything) or not all(
+        map(_owns_storage, everything)
+    ):
         return SHARED
     return None
 
 
-def unlike(weights: Sequence[Any], biases: Sequence[Any]) -> str | None:
-    """Why weights of these sizes and dtypes cannot lie side by side, or None if they can."""
+def why_unlike(weights: Sequence[Any], biases: Sequence[Any]) -> str | None:
+    """Why weights of these shapes, dtypes and devices cannot be packed, or None."""
     first = weights[0]
     if first.device.type not in ("cpu", "cuda"):
         return f"weights on {first.device.type}"
@@ -203,41 +205,41 @@ def unlike(weights: Sequence[Any], biases: Sequence[Any]) -> str | None:
             return UNLIKE
         if b is not None and (type(b) is not nn.Parameter or b.dtype != first.dtype):
             return UNLIKE
-        # cuBLASLt chooses a kernel by the alignment of its operands: each alone must keep its own
+        # cuBLASLt chooses a kernel by alignment: each slice must keep that of an allocation
         last = i == len(weights) - 1
         sizes = [t.numel() * t.element_size() for t in (w, b) if t is not None]
         if not last and any(size % step for size in sizes):
-            return f"one of its weights is no multiple of {step} bytes"
+            return f"the size of a weight is not a multiple of {step} bytes"
     return None
 
 
-def _is_alone(weight: Any) -> bool:
-    """Whether a weight is all that lies in its memory, and nobody else holds on to that."""
+def _owns_storage(weight: Any) -> bool:
+    """Whether a weight fills its storage, and nothing else refers to that storage."""
     if type(weight.data) is not Tensor or weight.is_inference() or not weight.is_contiguous():
         return False
     if not weight.is_cuda and (weight.is_shared() or weight.is_pinned()):
-        return False  # with other processes, or with copies to a GPU
+        return False  # shared with other processes, or pinned for copies to a GPU
     storage = weight.untyped_storage()
-    whole = storage.nbytes() == weight.nbytes > 0
-    # one use is the weight, the other the name `storage`
-    return whole and torch_internals.storage_uses(storage._cdata) == 2
+    fills = storage.nbytes() == weight.nbytes > 0
+    # two references: the weight, and the local `storage`
+    return fills and torch_internals.storage_uses(storage._cdata) == 2
 
 
-def _make_room(weight: Any) -> None:
-    """Give back what the allocator holds in reserve: it would cut the block out of what activations
-    or weights that were packed before have left, and then keep the rest. Without this Llama-3-8B
-    held 23.1 GiB on an H200, where eager held 20.0."""
+def _release_cached_memory(weight: Any) -> None:
+    """Return the allocator's cached memory: it would cut the block out of segments that activations
+    or previously packed weights have left, and keep the remainders. Without this Llama-3-8B held
+    23.1 GiB on an H200, where eager held 20.0."""
     if weight.is_cuda:
         torch.cuda.empty_cache()
 
 
-def _side_by_side(parts: list[Any]) -> Tensor:
-    """Give parameters slices of one new block for their memory; returns the block."""
+def _move_into_block(parts: list[Any]) -> Tensor:
+    """Make the memory of parameters slices of one new block; returns the block."""
     block = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:])).detach()
     torch.cat([p.detach() for p in parts], out=block)
     slices = block.split_with_sizes(list(map(len, parts)))
     for part, piece in zip(parts, slices, strict=True):
-        # through DLPack a slice gets a storage of its own, which keeps the block alive: accelerate
-        # drops all but one of the weights in a storage when it saves them
+        # DLPack gives a slice a storage of its own, which keeps the block alive: accelerate saves
+        # only one of several weights that share a storage
         part.data = dlpack.from_dlpack(dlpack.to_dlpack(piece))
     return block

@@ -1,8 +1,7 @@
-"""Rotary tables that depend on nothing but numbers: made once, and kept narrow for the kernels.
+"""Cached rotary tables, and a narrow copy of them for the kernels.
 
-A model makes its tables anew at every step, from the size of the picture alone. They are kept by
-those numbers and by the state of the module that made them; one that somebody has written to since
-is made again.
+A model computes its tables at every step, from the size of the picture alone. They are cached by
+those numbers and by the state of their module; a table that was written to is computed again.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import Tensor
 from ...ops import library
 from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ..graphs.capture import capturing, keep
-from ..runtime.sites import current
+from ..runtime.sites import mode
 
-LIMIT = 8  # tables of so many sizes are kept
+LIMIT = 8  # sizes whose tables are cached
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -37,13 +36,13 @@ class _Entry:
         return self.versions == _versions(self.tables)
 
 
-# every table that is kept, by the id of its cos; an entry that lives keeps that in use
+# every cached table by the id of its cos, which the entry keeps alive
 _kept: WeakValueDictionary[int, _Entry] = WeakValueDictionary()
 
 
 @dataclass
 class Tables:
-    """The tables of one injection."""
+    """The cached tables of one injection."""
 
     _by_numbers: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -51,13 +50,13 @@ class Tables:
     def __deepcopy__(self, memo: Any) -> Tables:
         return Tables()
 
-    def remembered(self, numbers: Hashable, make: Callable[[], Rotary]) -> Rotary:
-        """cos and sin [batch, tokens, width] as `make` makes them from these numbers."""
+    def cached(self, numbers: Hashable, make: Callable[[], Rotary]) -> Rotary:
+        """cos and sin [batch, tokens, width]: `make()`, which depends on these numbers alone."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-            return make()  # tensors of inference mode do not count who writes to them
-        if current.made_under is None:
+            return make()  # inference tensors have no version counter
+        if mode.cache_scope is None:
             return make()
-        key = numbers, current.made_under
+        key = numbers, mode.cache_scope
         with self._lock:
             entry = self._by_numbers.get(key)
             if entry is not None and entry.untouched:
@@ -74,8 +73,8 @@ class Tables:
 
 
 def narrow(tables: Rotary | None) -> Rotary | None:
-    """The same tables as [tokens, width / 2], a quarter or less to read, if they are ours and hold
-    everything twice."""
+    """Cached tables as [tokens, width / 2], a quarter or less to read; unchanged if they are not
+    cached, or their columns do not come in equal pairs."""
     if tables is None or torch.compiler.is_compiling():
         return tables
     cos, sin = tables
@@ -90,7 +89,7 @@ def _versions(tables: Rotary) -> tuple[int, int]:
 
 
 def _narrowed(tables: Rotary) -> Rotary | None:
-    """One column for each pair and one table for the whole batch, if that says the same."""
+    """One column for each pair and one table for the batch; None if columns or samples differ."""
     narrow = []
     for table in tables:
         first = table[0, :, ::2]
@@ -102,18 +101,18 @@ def _narrowed(tables: Rotary) -> Rotary | None:
     return narrow[0], narrow[1]
 
 
-def _turned(*operands: Any) -> tuple[Tensor, Tensor]:
+def _qk_norm_rope_kept(*operands: Any) -> tuple[Tensor, Tensor]:
     query, key, q_weight, k_weight, cos, sin, eps, across_heads, layout, exact, backend = operands
     cos, sin = narrow((cos, sin)) or (cos, sin)
     row = query, key, q_weight, k_weight, cos, sin, eps, across_heads, layout
     return QK_NORM_ROPE(*row, exact=exact or None, backend=backend or None)
 
 
-# `qk_norm_rope` for a graph of torch.compile, which looks for narrow tables when it runs
+# `qk_norm_rope` for torch.compile, which looks up the narrow tables when it runs
 QK_NORM_ROPE_KEPT = library.define_unrecorded(
     "qk_norm_rope_kept",
     "(Tensor query, Tensor key, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
     "float eps, bool across_heads, str layout, str exact, str backend) -> (Tensor, Tensor)",
-    _turned,
+    _qk_norm_rope_kept,
     QK_NORM_ROPE.library_op,
 )

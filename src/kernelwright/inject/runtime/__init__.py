@@ -1,1 +1,1 @@
-"""What injected modules share while a forward runs: their sites, work ahead, the running model."""
+"""Shared by injected modules while a forward runs: forwards, sites, the model, work ahead."""

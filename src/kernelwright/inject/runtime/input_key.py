@@ -1,4 +1,4 @@
-"""What decides how a forward runs: shapes and dtypes of what it is given."""
+"""The signature of a forward's inputs: their shapes, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Inputs of one signature are treated alike. The length of a mask is no part of it: it grows
-    with every generated token, and decides nothing that is fused."""
+    """The key under which verdicts on a forward are kept. The length of a mask is not part of it:
+    it grows with every generated token, and no fusion depends on it."""
     return (
-        tuple([_mark(a) for a in args]),
-        tuple([(k, _loose(v) if "mask" in k else _mark(v)) for k, v in kwargs.items()]),
+        tuple([_key_of(a) for a in args]),
+        tuple([(k, _mask_key(v) if "mask" in k else _key_of(v)) for k, v in kwargs.items()]),
     )
 
 
@@ -33,8 +33,8 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
-def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What changes if a forward writes to its inputs."""
+def versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Id and version counter of every input: a forward that writes to one changes them."""
     return [
         (id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0)
         for v in pytree.tree_leaves((args, kwargs))
@@ -42,30 +42,30 @@ def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an input has no values."""
+    """Whether an input is a meta tensor, which has no values."""
     leaves = pytree.tree_leaves((args, kwargs))
     return any(isinstance(v, Tensor) and v.is_meta for v in leaves)
 
 
 def in_words(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The first tensor of a call in words."""
+    """Shape and dtype of the first tensor of a call, for messages."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return "its inputs"
 
 
-def _mark(value: Any) -> Any:
+def _key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return type(value), value.shape, value.dtype, value.device
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, tuple | list):
-        return tuple([_mark(v) for v in value])
+        return tuple([_key_of(v) for v in value])
     if isinstance(value, dict):
-        return tuple([(k, _mark(v)) for k, v in value.items()])
+        return tuple([(k, _key_of(v)) for k, v in value.items()])
     return type(value)
 
 
-def _loose(mask: Any) -> Any:
-    return (mask.ndim, mask.dtype) if isinstance(mask, Tensor) else _mark(mask)
+def _mask_key(mask: Any) -> Any:
+    return (mask.ndim, mask.dtype) if isinstance(mask, Tensor) else _key_of(mask)

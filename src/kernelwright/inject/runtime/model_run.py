@@ -1,8 +1,8 @@
-"""The forward of a whole model, while it runs in this thread.
+"""The model whose forward is running in this thread.
 
-What holds for a whole forward is found out once, when it begins: whether the modules are as they
-were (`State`), and the switches of the process. Where nothing of others runs in between, every
-module of the model relies on that; where hooks or unknown code do, each looks for itself.
+Two things are checked once, when the forward begins: whether the modules are unchanged (`State`),
+and PyTorch's switches. If no hooks or unknown code run in between, every module of the model relies
+on that; otherwise each module checks its own state.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ..state.hooks import base_layers, memory_of
+from ..state.hooks import base_layers, why_run_once
 from ..state.module_state import State
 from ..state.switches import switches
-from ..state.tensor_samples import Contents
+from ..state.tensor_samples import TensorSamples
 
 _numbers = count(1)
-NOTHING: frozenset[int] = frozenset()
+EMPTY: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
-class _Model:
+class _ModelState:
     """A model in one state."""
 
     state: State
-    memory: str | None  # why it must not be run twice
+    run_once: str | None  # why it must not run twice, or None if it may
     modules: frozenset[int]
     adapted: set[int]
     serial: int = field(default_factory=_numbers.__next__)
@@ -40,60 +40,61 @@ class _Model:
 class _Run(threading.local):
     """The model that is running in this thread."""
 
-    token = 0  # the number of this forward; 0: none is running
+    token = 0  # identifies this forward; 0: none is running
     model: nn.Module | None = None
     on_gpu = False
-    serial = 0  # the number of the model's state; 0: modules look for themselves
-    memory: str | None = None
-    modules: frozenset[int] = NOTHING  # ids of what that state is about
-    adapted: frozenset[int] | set[int] = NOTHING  # ids of layers with an adapter around them
+    serial = 0  # identifies the model's state; 0: modules check their own
+    run_once: str | None = None
+    modules: frozenset[int] = EMPTY  # ids of the modules that the state covers
+    adapted: frozenset[int] | set[int] = EMPTY  # ids of layers with an adapter around them
     switches: Any = None
-    contents: Contents | None = None  # where to note what is kept beyond this forward
+    samples: TensorSamples | None = None  # of the tensors that cached values depend on
 
 
-current = _Run()
-_models: WeakKeyDictionary[nn.Module, list[_Model]] = WeakKeyDictionary()
-# a person who turns something on and off comes back to a state
-STATES = 4
+active = _Run()
+_models: WeakKeyDictionary[nn.Module, list[_ModelState]] = WeakKeyDictionary()
+# states kept per model: users who toggle a setting come back to an earlier one
+MAX_STATES = 4
 
 
 @contextmanager
 def begin(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], contents: Contents
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: TensorSamples
 ) -> Iterator[None]:
-    """While this lasts, `model` runs with these inputs."""
-    if current.serial and id(model) in current.modules:  # a part of what is running
+    """Make `model`, called with these inputs, the active one."""
+    if active.serial and id(model) in active.modules:  # part of the model that is active
         yield
         return
-    found = _model(model)
-    before = vars(current).copy()
-    current.token, current.model = next(_numbers), model
-    current.memory, current.modules = found.memory, found.modules
-    current.adapted, current.contents = found.adapted, contents
-    current.serial = found.serial if found.memory is None else 0
+    found = _state(model)
+    before = vars(active).copy()
+    active.token, active.model = next(_numbers), model
+    active.run_once, active.modules = found.run_once, found.modules
+    active.adapted, active.samples = found.adapted, samples
+    active.serial = found.serial if found.run_once is None else 0
     kind = device_type(args, kwargs)
-    current.switches, current.on_gpu = switches(kind), kind == "cuda"
+    active.switches, active.on_gpu = switches(kind), kind == "cuda"
     try:
         yield
     finally:
-        vars(current).clear()
-        vars(current).update(before)
+        vars(active).clear()
+        vars(active).update(before)
 
 
-def is_first(model: nn.Module) -> bool:
-    """Whether the forward that runs is that of `model`, and not of one around it."""
-    return current.model is model
+def is_outermost(model: nn.Module) -> bool:
+    """Whether `model` itself is the active one, not a model around it."""
+    return active.model is model
 
 
-def looks_back() -> bool:
-    """Whether the forward that runs finds out at its end what was written to before it, and then
-    runs again. One with a memory cannot; nor is it worth waiting for the GPU at its beginning."""
-    return current.token != 0 and (current.memory is None or not current.on_gpu)
+def checks_samples() -> bool:
+    """Whether the running forward checks the samples that cached values depend on. On a GPU it does
+    so at its end, and runs again if they changed. A stateful model must not run twice, and waiting
+    for the GPU at the start would cost more than caching saves."""
+    return active.token != 0 and (active.run_once is None or not active.on_gpu)
 
 
 def state_of(module: nn.Module) -> int:
-    """The number of the running model's state, if that tells of `module` too."""
-    return current.serial if id(module) in current.modules else 0
+    """The serial of the active model's state if it covers `module`, else 0."""
+    return active.serial if id(module) in active.modules else 0
 
 
 def device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -101,12 +102,13 @@ def device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return next((v.device.type for v in given if isinstance(v, Tensor)), "cpu")
 
 
-def _model(model: nn.Module) -> _Model:
+def _state(model: nn.Module) -> _ModelState:
     known = _models.get(model, [])
     for found in known:
         if found.state.holds(model):
             return found
     modules = frozenset(map(id, model.modules()))
-    found = _Model(State(model, adapters=False), memory_of(model), modules, base_layers(model))
-    _models[model] = [found, *known[: STATES - 1]]
+    state = State(model, adapters=False)
+    found = _ModelState(state, why_run_once(model), modules, base_layers(model))
+    _models[model] = [found, *known[: MAX_STATES - 1]]
     return found

@@ -1,4 +1,4 @@
-"""How injected modules run in a thread: eager or fused, and their fused places compared or not."""
+"""Fusion sites, and the mode in which injected modules run in this thread."""
 
 from __future__ import annotations
 
@@ -14,70 +14,71 @@ from torch import Tensor
 from ...backends.torch_internals import pytree
 
 Forward = Callable[..., Any]
-NOTHING: dict[Any, Any] = {}
+EMPTY: dict[Any, Any] = {}
 DIFFERS = "differs from eager's"
-NO_MEMORY = "there was no memory for a second run beside it"
-# an operand with a smaller share of non-zeros cannot tell two orders of summation apart
-TELLING = 1 / 16
+NO_MEMORY = "not enough memory for a second run beside it"
+# an operand with a smaller share of non-zeros cannot distinguish summation orders
+MIN_NONZERO = 1 / 16
 
 
-class NotHere(RuntimeError):
-    """A backend that the person asked for by name cannot run where the model is."""
+class BackendUnavailable(RuntimeError):
+    """The backend that the user asked for cannot run on the model's device."""
 
 
-class _Pass(threading.local):
-    """How injected modules behave in this thread, now."""
+class _Mode(threading.local):
+    """How injected modules behave in this thread."""
 
     eager = False  # as if nothing were injected
-    inside = False  # inside a forward of ours: what is called from it needs no check of its own
-    members: frozenset[int] = frozenset()  # the modules that this is about, by id
-    comparing = False  # try each site against eager
-    fp8 = True  # off while a module is held to what "fused" promises
-    made_under: Any = None  # state and signature that hold for what is made now
-    off: dict[str, str] = NOTHING  # sites of the running module that stay eager, and why
-    off_inside: Mapping[int, dict[str, str]] = NOTHING  # the same of all modules inside it, by id
-    stays: Mapping[int, str] = NOTHING  # modules that are not what their recipe is for, by id
+    inside = False  # inside a fused forward, which was checked with all of its `members`
+    members: frozenset[int] = frozenset()  # ids of the injected modules that it covers
+    comparing = False  # compare each site with eager
+    fp8 = True  # off while a module is checked against the error bound of "fused"
+    cache_scope: Any = None  # state and signature under which values may be cached
+    off: dict[str, str] = EMPTY  # sites of the running module that stay eager, and why
+    off_inside: Mapping[int, dict[str, str]] = EMPTY  # the same for modules inside it, by id
+    excluded: Mapping[int, str] = EMPTY  # ids of modules that do not fit their recipe, and why
     adapted: frozenset[int] | set[int] = frozenset()  # layers with an adapter around them, by id
-    notes: Counter[tuple[str, str]] | None = None  # what became of each site, while somebody asks
-    untold: set[str] | None = None  # sites that were compared on values that tell nothing
+    notes: Counter[tuple[str, str]] | None = None  # outcomes of sites, during first sight only
+    uninformative: set[str] | None = None  # sites compared on values that prove nothing
 
 
-current = _Pass()
-HERE = ("inside", "members", "made_under", "off", "off_inside", "stays", "adapted")
+mode = _Mode()
+# fields that belong to the running module
+MODULE_FIELDS = ("inside", "members", "cache_scope", "off", "off_inside", "excluded", "adapted")
 
 
 @contextmanager
-def set_now(**values: Any) -> Iterator[None]:
-    """While this lasts, injected modules of this thread behave so."""
-    before = {name: getattr(current, name) for name in values}
+def set_mode(**values: Any) -> Iterator[None]:
+    """Set fields of this thread's mode for the duration of a `with` block."""
+    before = {name: getattr(mode, name) for name in values}
     for name, value in values.items():
-        setattr(current, name, value)
+        setattr(mode, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(current, name, value)
+            setattr(mode, name, value)
 
 
-def as_here(make: Callable[[], Any]) -> Callable[[], Any]:
-    """`make` as it runs in the module that is running now, whenever it is called."""
-    values = {name: getattr(current, name) for name in HERE}
+def bind_mode(make: Callable[[], Any]) -> Callable[[], Any]:
+    """`make`, to be called later in the mode of the module that is running now."""
+    values = {name: getattr(mode, name) for name in MODULE_FIELDS}
 
     def again() -> Any:
-        with set_now(**values):
+        with set_mode(**values):
             return make()
 
     return again
 
 
 def eagerly() -> Any:
-    """While this lasts, injected modules run their own forward."""
-    return set_now(eager=True, comparing=False, off=NOTHING, notes=None, untold=None)
+    """Run injected modules with their own forwards for the duration of a `with` block."""
+    return set_mode(eager=True, comparing=False, off=EMPTY, notes=None, uninformative=None)
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two results have the same bits, over whatever a forward returns. A NaN is equal to a
-    NaN: their payloads are not computed with."""
+    """Whether two results of a forward have the same bits in all their tensors. NaNs are equal
+    whatever their payload."""
     ours, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
     return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
 
@@ -92,43 +93,43 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(torch.where(a.isnan(), b.isnan(), a == b).all())
 
 
-def tells(*values: Any) -> bool:
-    """Whether a comparison on these values says anything: zeros come out alike from any order of
-    summation, and NaN from anything."""
-    return all(_tells(v) for v in values if isinstance(v, Tensor) and v.is_floating_point())
+def informative(*values: Any) -> bool:
+    """Whether comparing these values proves anything: zeros sum to zero in any order, and NaN is
+    equal to NaN."""
+    return all(_informative(v) for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
 
-def _tells(t: Tensor) -> bool:
+def _informative(t: Tensor) -> bool:
     if t.numel() == 0:
         return True
-    # a sum that is finite shows that every element is; this makes no tensor of their size
-    facts = torch.stack([torch.count_nonzero(t).double(), t.detach().sum(dtype=torch.float64)])
-    found, total = facts.tolist()
+    # if the sum is finite, every element is; isfinite would allocate a tensor of their size
+    both = torch.stack([torch.count_nonzero(t).double(), t.detach().sum(dtype=torch.float64)])
+    nonzero, total = both.tolist()
     finite = total == total and abs(total) != float("inf")
-    return finite and found >= TELLING * t.numel()
+    return finite and nonzero >= MIN_NONZERO * t.numel()
 
 
 def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any], *operands: Any) -> Any:
-    """One fused place of a forward: the kernel, unless first sight found that it cannot run here or
-    differs from eager. `operands` are what must not be zero for a comparison to prove anything."""
+    """One fusion site of a forward: runs the kernel, unless first sight found that it cannot run
+    here or differs from eager. A comparison proves nothing if one of `operands` is zeros or NaN."""
     if torch.compiler.is_compiling():
         return kernel()
-    if current.off and name in current.off:
+    if mode.off and name in mode.off:
         return eager()
-    if current.notes is None:
+    if mode.notes is None:
         return kernel()
-    # before the kernel, which may write over one of them
-    if current.untold is not None and not tells(*operands):
-        current.untold.add(name)
+    # before the kernel, which may overwrite one of them
+    if mode.uninformative is not None and not informative(*operands):
+        mode.uninformative.add(name)
     try:
         result = kernel()
-    except ValueError as no:  # an op says so before it launches anything
-        current.off[name] = str(no)
+    except ValueError as no:  # an op raises it before it launches anything
+        mode.off[name] = str(no)
         return eager()
-    current.notes[name, "fused"] += 1
-    if not current.comparing:
+    mode.notes[name, "fused"] += 1
+    if not mode.comparing:
         return result
-    with eagerly(), torch.no_grad():  # norms and layers inside it are to be the model's own, too
+    with eagerly(), torch.no_grad():  # modules called in the eager steps run their own forward too
         try:
             expected = eager()
             if equal(result, expected):
@@ -137,11 +138,11 @@ def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any], *operan
         except torch.OutOfMemoryError:
             expected, why = None, NO_MEMORY
     result = expected = None
-    current.off[name] = why
+    mode.off[name] = why
     return eager()
 
 
 def declined(name: str, why: str) -> None:
-    """A place that could be fused and is not, because of what it was given."""
-    if not torch.compiler.is_compiling() and current.notes is not None:
-        current.notes[name, why] += 1
+    """Note that a site is not fused because of its inputs."""
+    if not torch.compiler.is_compiling() and mode.notes is not None:
+        mode.notes[name, why] += 1

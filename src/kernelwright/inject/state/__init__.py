@@ -1,1 +1,1 @@
-"""What a kept result depends on: modules, hooks, switches of the process, values of tensors."""
+"""What cached results depend on: modules, hooks, PyTorch's switches, values of tensors."""

@@ -1,4 +1,4 @@
-"""The functions of a class, as they were: whether somebody has patched one since."""
+"""Whether the functions of a class have been patched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 class Code:
-    """The functions of a class, and those that its forward calls by name, as they were."""
+    """A snapshot of a class's functions, and of the global functions that its forward calls."""
 
     def __init__(self, kind: type) -> None:
         classes = [k for k in kind.__mro__ if k not in (nn.Module, object)]
@@ -35,8 +35,8 @@ _codes: WeakKeyDictionary[type, list[Code]] = WeakKeyDictionary()
 
 
 def code_of(kind: type) -> Code:
-    """The code of a class as it is now: the same object as long as it stays, and again when a
-    patch of the class is taken off."""
+    """The snapshot that matches a class now: the same object until the class is patched, and again
+    after the patch is undone."""
     known = _codes.setdefault(kind, [])
     found = next((code for code in known if _holds(code)), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""What others have put on a module: hooks, forwards, processors, adapters; and what that means."""
+"""What others have put on a module (hooks, forwards, processors, adapters), and what it implies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .class_code import FUNCTIONS
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
-# libraries whose modules compute and remember nothing, unless an argument or a hook does
+# libraries whose modules are stateless, unless an argument or a hook has state
 LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "accelerate", "kernelwright"))
-MARK = "__kernelwright__"  # the attribute by which a forward of ours is known
+MARK = "__kernelwright__"  # attribute that marks a forward as ours
 
 
 def hooks_of(module: nn.Module) -> Iterator[dict]:
-    """Everything registered on a module that wants to see it being called."""
+    """The dicts of hooks registered on a module."""
     own = vars(module)
     yield from (own[name] for name in HOOKS)
     if (hooks := diffusers_hooks(module)) is not None:
@@ -38,7 +38,7 @@ def is_ours(forward: Any) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether something wants to see this module being called: then call it, do not go around."""
+    """Whether a module has hooks or a wrapped forward: then it must be called, not bypassed."""
     own = vars(module)
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return True
@@ -50,23 +50,23 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def all_modules_hooked() -> bool:
-    """Whether a hook wants to see every module of the process being called."""
+    """Whether a global module hook is registered."""
     return any(global_module_hooks())
 
 
-# as PyTorch has them: somebody may put another forward on a class
+# PyTorch's own forwards: somebody may patch one of these classes later
 PLAIN_KINDS = (nn.Linear, nn.GELU, nn.SiLU, nn.Dropout, nn.LayerNorm, nn.RMSNorm)
 PLAIN_FORWARDS = {kind: kind.forward for kind in PLAIN_KINDS}
 
 
 def is_plain(module: Any, kind: type[nn.Module]) -> bool:
-    """Whether a module is PyTorch's own, of no subclass, and computes as PyTorch has it."""
+    """Whether a module is of exactly this class of PyTorch, with PyTorch's own forward."""
     return type(module) is kind and kind.forward is PLAIN_FORWARDS[kind]
 
 
-def memory_of(root: nn.Module) -> str | None:
-    """Why a module must not be run twice where eager runs it once, or None if it may: something
-    inside it is, or may be, told of every run."""
+def why_run_once(root: nn.Module) -> str | None:
+    """Why a module must not run twice where eager runs it once, or None if it may: something inside
+    it has, or may have, state or side effects."""
     for module in root.modules():
         if module is not root and is_hooked(module):
             return f"a hook or another forward on {type(module).__name__}"
@@ -78,7 +78,7 @@ def memory_of(root: nn.Module) -> str | None:
 
 
 def effect_of(module: nn.Module) -> str | None:
-    """What somebody has put into a module of a library that may do more than compute."""
+    """What others have put into a library's module that may have side effects, or None."""
     name, own = type(module).__name__, vars(module)
     # accelerate and diffusers call their hooks from a forward of their own
     replaced = "forward" in own and not is_ours(own["forward"])
@@ -102,18 +102,18 @@ def _is_of_libraries(function: Any) -> bool:
 
 
 def inside_adapters(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Layers of peft, and all that is in them: they are always called, never read."""
+    """Layers of peft and everything in them: we always call these, and never read their parts."""
     for layer in peft_layers(modules):
         yield from layer.modules()
 
 
 def base_layers(root: nn.Module) -> set[int]:
-    """The ids of layers that an adapter has been put around."""
+    """The ids of layers that are wrapped by an adapter."""
     inner = map(base_layer, root.modules())
     return {id(layer) for layer in inner if layer is not None}
 
 
 def has_settings(value: Any) -> bool:
-    """Whether an attribute is an object that may decide what a forward does: a processor of
-    diffusers, a config of transformers, an activation that is no module."""
+    """Whether an attribute is an object whose own attributes a forward may depend on: a processor
+    of diffusers, a config of transformers, an activation that is no module."""
     return hasattr(value, "__dict__") and not isinstance(value, NO_SETTINGS)

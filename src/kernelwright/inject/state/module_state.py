@@ -1,13 +1,13 @@
-"""What a kept result depends on beside its inputs: modules as they were.
+"""Snapshots of modules, which cached results depend on besides their inputs.
 
-Verdicts of first sight, text keys and values, rotary tables, descriptions of norms, fp8 weights and
-captured graphs are all made by running some modules once. `State` writes down what such a run reads
-from Python: classes and their functions, attributes, children, hooks, processors and configs.
-`State.holds` answers whether all of that is unchanged. Values written into weights are no part of
-it: kernels read weights where they lie, and what is computed from them is kept by `contents`.
+Verdicts of first sight, prompt keys and values, rotary tables, descriptions of norms, fp8 weights
+and captured graphs are all results of running some modules once. `State` records what such a run
+reads from Python: classes and their functions, attributes, children, hooks, processors and configs.
+`State.holds` says whether all of that is unchanged. The values of weights are not part of it:
+kernels read them in place, and `TensorSamples` covers what is computed from them.
 
-`holds` runs before every forward, so it walks flat lists that were laid out once and leaves the
-loops to builtins: about 0.4 us a module. Nothing here holds on to the module it describes.
+`holds` runs before every forward, so it walks flat lists that were built once, with builtins for
+loops: about 0.4 us a module. There is no strong reference to the module that a `State` describes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...library_internals import HOOK_ATTRIBUTES
 from .class_code import code_of
 from .hooks import has_settings, hooks_of, inside_adapters
 
-COMMON = frozenset(vars(nn.Module()))  # what every module has
+COMMON = frozenset(vars(nn.Module()))  # attributes that every module has
 PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type, slice),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
@@ -36,10 +36,10 @@ CONTAINERS = (list, dict, set)
 
 
 class State:
-    """A module and everything inside it, as it was when this was made.
+    """A snapshot of a module and everything inside it.
 
-    `adapters`: whether what peft's layers read counts too (scales, active adapters). Nothing is
-    fused around such a layer, so for a verdict it does not; for a graph it does.
+    `adapters`: whether to include what peft's layers read (scales, active adapters). A graph needs
+    that; a verdict does not, because nothing is fused around such a layer.
     """
 
     def __init__(self, root: nn.Module, adapters: bool = True) -> None:
@@ -95,16 +95,16 @@ class State:
                 and all(code.holds() for code in self._codes)
             )
         except (KeyError, RuntimeError, ValueError, TypeError):
-            return False  # an attribute is gone, or is now something that cannot be compared
+            return False  # an attribute is gone, or can no longer be compared
 
-    def settle(self, root: nn.Module) -> bool:
-        """Whether attributes were written since this was made; they do not count from here on.
-        A forward that writes to its own module has a memory, and may write every time."""
+    def ignore_changed(self, root: nn.Module) -> bool:
+        """Whether attributes have changed since the snapshot; they are ignored from now on. A
+        forward that sets attributes of its own module is stateful, and may do so every time."""
         rows = zip(self._names, self._sizes, self._plain, self._plain_values, strict=True)
         kept = [row for row in rows if len(row[0]) == row[1] and row[2][1](row[0]) == row[3]]
         other = [row for row in self._other if row[2].is_in(row[0], row[1])]
         settings = [found for found in self._settings if found.hold()]
-        written = (
+        changed = (
             len(kept) < len(self._names)
             or len(other) < len(self._other)
             or len(settings) < len(self._settings)
@@ -114,11 +114,11 @@ class State:
         self._plain = [row[2] for row in kept]
         self._plain_values = [row[3] for row in kept]
         self._other, self._settings = other, settings
-        return not self._root.settle(vars(root)) or written
+        return self._root.ignore_changed(vars(root)) or changed
 
 
 class _Attributes:
-    """The attributes of one module: plain values, which are compared at once, and others."""
+    """The attributes of one module: plain values, which are compared in one go, and others."""
 
     def __init__(self, names: dict[str, Any], only: Collection[str] | None = None) -> None:
         plain = ["training"]
@@ -145,21 +145,21 @@ class _Attributes:
             and all(found.is_in(names, name) for name, found in self.other)
         )
 
-    def settle(self, names: dict[str, Any]) -> bool:
-        """Whether they hold; those that do not are left out from here on."""
+    def ignore_changed(self, names: dict[str, Any]) -> bool:
+        """Whether some have changed; those are ignored from now on."""
         if self.hold(names):
-            return True
+            return False
         values = self.values if len(self.plain) > 1 else (self.values,)
         self.plain = [n for n, v in zip(self.plain, values, strict=True) if names.get(n) is v]
         self.get = itemgetter(*self.plain)
         self.values = self.get(names)
         self.other = [(name, found) for name, found in self.other if found.is_in(names, name)]
         self.size = None
-        return False
+        return True
 
 
 class _Other:
-    """A value that is no plain one: known by identity, a container of plain values by those."""
+    """A value that is not plain: compared by identity, and a container by its plain values too."""
 
     __slots__ = ("_copy", "_ref")
 
@@ -177,7 +177,7 @@ class _Other:
 
 
 class _Settings:
-    """The attributes of an object that is no module, as far as they can be compared by value."""
+    """The attributes of an object that is not a module, as far as they compare by value."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._attributes = attributes
@@ -207,8 +207,8 @@ def _same(now: list[Any], then: list[Any]) -> bool:
 
 
 def _kinds(holders: Iterable[dict]) -> tuple[list[type], list[torch.dtype]]:
-    """Classes and dtypes of weights. Offload and functional_call put other tensors in their place,
-    which changes nothing that was decided; a weight of another kind may."""
+    """Classes and dtypes of weights. Offload and functional_call swap in other tensors, on which no
+    decision depends; it may on a weight of another class or dtype."""
     weights = _values(holders)
     return list(map(type, weights)), [w.dtype for w in weights if w is not None]
 

@@ -1,4 +1,4 @@
-"""The switches of the process that decide which kernels run, as one value to compare."""
+"""The switches of PyTorch that decide which kernels run, as one value to compare."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ... import library_internals
 from ...backends import torch_internals
 from ...ops.selection import surrounding
 
-# functions that people replace in torch.nn.functional, for all models of a process
+# functions of torch.nn.functional that people patch, for all models of a process
 FUNCTIONS = ("scaled_dot_product_attention", "linear", "gelu", "silu", "layer_norm", "rms_norm")
 _functional = vars(F)
 ORIGINAL = tuple(map(_functional.get, FUNCTIONS))
 
 
 def switches(device_type: str) -> tuple[Any, ...]:
-    """What decides a kernel beside its operands."""
+    """Everything besides its operands that decides which kernel runs."""
     replaced = tuple(map(_functional.get, FUNCTIONS))
     return (
         torch.is_grad_enabled(),

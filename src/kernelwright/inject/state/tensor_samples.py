@@ -1,12 +1,12 @@
-"""Whether tensors still hold the values that something was made of.
+"""Whether tensors still have the values that a cached result was computed from.
 
-PyTorch counts who writes to a tensor, but not through `.data`, NumPy, DLPack, a storage or a kernel
-of one's own: peft merges adapters that way, diffusers' EMA copies weights that way. So what is kept
-beside a result is also a sample of the values it was made of: all of a text, and of each weight the
-first row and the first column. Whoever writes a whole tensor, whole rows or whole columns is found
-out; a few single elements written behind PyTorch's back are not.
+Version counters miss writes through `.data`, NumPy, DLPack, a storage or a custom kernel: peft
+merges adapters that way, and diffusers' EMA copies weights that way. So a sample of the values is
+kept with each cached result: all of a prompt, and the first row and column of each weight. A write
+to a whole tensor, to whole rows or to whole columns is noticed; one to a few single elements that
+bypasses the version counter is not.
 
-The check is launched before a forward and read after it, while the GPU works.
+The comparison is launched before a forward and read after it, while the GPU works.
 """
 
 from __future__ import annotations
@@ -19,76 +19,75 @@ import torch
 from torch import Tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Answer = Callable[[], bool]
+PendingCheck = Callable[[], bool]  # waits for a comparison; True if all values are unchanged
 
 
 def unchanged() -> bool:
     return True
 
 
-class Contents:
-    """Samples of tensors, as they were when they were noted."""
+class TensorSamples:
+    """Samples of the tensors that cached results were computed from."""
 
     def __init__(self) -> None:
-        self.epoch = 0  # how often all of it was forgotten, and with it what was made of it
+        self.epoch = 0  # number of calls of `forget`; part of the keys of cached results
         self._noted: dict[Any, tuple[ref[Any], Any, bool, list[Tensor]]] = {}
 
-    def __deepcopy__(self, memo: Any) -> Contents:
-        return Contents()
+    def __deepcopy__(self, memo: Any) -> TensorSamples:
+        return TensorSamples()
 
     def __len__(self) -> int:
         return len(self._noted)
 
     def note(self, tensor: Tensor, whole: bool = False) -> None:
-        """Remember what is in a tensor now."""
+        """Sample a tensor as it is now."""
         memory = tensor.untyped_storage()
-        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        key = memory.data_ptr(), place
-        sample = [words.clone() for words in _words(tensor, whole)]
-        # not of the tensor: one with weak references cannot be swapped (torch.utils.swap_tensors)
-        found = ref(memory, lambda _: self._noted.pop(key, None) and None)
-        self._noted[key] = found, place, whole, sample
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = memory.data_ptr(), layout
+        sample = [view.clone() for view in _bit_views(tensor, whole)]
+        # not of the tensor: torch.utils.swap_tensors refuses tensors with weak references
+        alive = ref(memory, lambda _: self._noted.pop(key, None) and None)
+        self._noted[key] = alive, layout, whole, sample
 
     def forget(self) -> None:
-        """Give up everything that was made of these tensors."""
+        """Drop all samples, and invalidate the results cached with them."""
         self.epoch += 1
         self._noted = {}
 
-    def check(self) -> Answer:
-        """Begin to compare all that is noted with what is there now; the answer waits for that
-        alone."""
-        return told(self.compared())
-
-    def compared(self) -> list[Tensor]:
-        """Whether all that is noted is there still: one value for each device and dtype."""
+    def check(self) -> PendingCheck:
+        """Start to compare all samples with the tensors; the result waits for that work alone."""
         now: list[Tensor] = []
         then: list[Tensor] = []
-        for found, place, whole, sample in list(self._noted.values()):
-            if (memory := found()) is not None and memory.nbytes() > 0:
-                now += _words(_in(memory, *place), whole)
+        for alive, layout, whole, sample in list(self._noted.values()):
+            if (memory := alive()) is not None and memory.nbytes() > 0:
+                now += _bit_views(_view_of(memory, *layout), whole)
                 then += sample
-        return compared(now, then)
+        return pending(compare(now, then))
 
 
-def copied(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Whether pairs of tensors hold the same."""
-    both = [(a, b) for pair in pairs for a, b in zip(*(_words(t, True) for t in pair), strict=True)]
-    return compared([a for a, _ in both], [b for _, b in both])
+def compare_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Whether the two tensors of each pair are equal, as `compare`."""
+    now: list[Tensor] = []
+    then: list[Tensor] = []
+    for a, b in pairs:
+        now += _bit_views(a, True)
+        then += _bit_views(b, True)
+    return compare(now, then)
 
 
-def told(answers: Sequence[Tensor]) -> Answer:
-    """All of these, to be asked for when the device has got so far."""
-    waits = list(map(_told, answers))
+def pending(results: Sequence[Tensor]) -> PendingCheck:
+    """Start to copy boolean results to the host; waits for them when called."""
+    waits = list(map(_pending, results))
     return lambda: all(wait() for wait in waits)
 
 
-def _in(memory: Any, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor of this layout in a storage."""
+def _view_of(memory: Any, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor with this layout in a storage."""
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, shape, stride)
 
 
-def _words(tensor: Tensor, whole: bool) -> list[Tensor]:
-    """Views of a tensor's bits, as integers."""
+def _bit_views(tensor: Tensor, whole: bool) -> list[Tensor]:
+    """Integer views of a tensor: all of it, or its first row and column."""
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.uint8))
     if whole or bits.ndim < 2 or bits.numel() == 0:
         return [bits.reshape(-1)]
@@ -97,13 +96,13 @@ def _words(tensor: Tensor, whole: bool) -> list[Tensor]:
     return [bits[0], bits[:, 0]]
 
 
-def samples(tensors: Iterable[Tensor]) -> list[Tensor]:
+def sample_views(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Views of the first row and column of each tensor."""
-    return [words for tensor in tensors for words in _words(tensor, False)]
+    return [view for tensor in tensors for view in _bit_views(tensor, False)]
 
 
-def compared(now: Sequence[Tensor], then: Sequence[Tensor]) -> list[Tensor]:
-    """Whether samples are the same: one value for each device and dtype."""
+def compare(now: Sequence[Tensor], then: Sequence[Tensor]) -> list[Tensor]:
+    """Whether samples are equal: one boolean tensor for each device and dtype."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in zip(now, then, strict=True):
         ours, theirs = groups.setdefault((a.device, a.dtype), ([], []))
@@ -113,17 +112,17 @@ def compared(now: Sequence[Tensor], then: Sequence[Tensor]) -> list[Tensor]:
         return [(torch.cat(ours) == torch.cat(theirs)).all() for ours, theirs in groups.values()]
 
 
-def _told(same: Tensor) -> Answer:
-    if not same.is_cuda:
-        return lambda: bool(same)
-    with torch.cuda.device(same.device):
+def _pending(result: Tensor) -> PendingCheck:
+    if not result.is_cuda:
+        return lambda: bool(result)
+    with torch.cuda.device(result.device):
         copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-        copy.copy_(same, non_blocking=True)
+        copy.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
 
-    def answer() -> bool:
+    def wait() -> bool:
         done.synchronize()
         return bool(copy)
 
-    return answer
+    return wait

@@ -1,1 +1,1 @@
-"""Whether a new forward may be trusted: first sight, error bounds, the float32 run behind them."""
+"""Whether a new forward is trusted: first sight, error bounds, the float32 run behind them."""

@@ -1,4 +1,4 @@
-"""What the tiers that round differently promise: an error not above eager's own."""
+"""The promise of the tiers that round differently: an error not above eager's own."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
 from ..runtime.forwards import hooked
-from .float32_run import Truth, widened
+from .float32_run import Float32Run, widened
 
 __all__ = ["Unchecked", "error", "errors", "holds", "rows", "widened"]
 
-MARGIN = 1.05  # how much above eager's an error may lie
-# a float32 model has no wider run to be held against: parts of it compute in float32 anyway
+MARGIN = 1.05  # an error may be this many times eager's
+# a float32 model has no wider run to compare with: parts of it compute in float32 anyway
 FLOAT32_ERROR = 1e-5
-PIECE = 2**23
-SAMPLES = 2**21  # samples with so many elements are run together: what fewer need is little
-NO_MEMORY = "there was no memory for a float32 run"
+PIECE = 2**23  # elements compared at a time
+SAMPLES = 2**21  # elements of the samples that run together: fewer would save little memory
+NO_MEMORY = "not enough memory for a float32 run"
 Squares = tuple[float, float]
 
 
 class Unchecked(Exception):
-    """Why a module was not held against a float32 run."""
+    """Raised with the reason why a module was not compared with a float32 run."""
 
 
 def errors(
@@ -38,91 +38,95 @@ def errors(
     eagerly: Callable[[], Any],
 ) -> dict[str, float]:
     """The errors of `result` and of eager's `expected` against a float32 run of the same weights;
-    none of them if the weights are not here to be widened. Raises Unchecked if that run fails."""
-    if not _here(module):
+    empty if the weights cannot be widened (hooks, meta). Raises Unchecked if that run fails."""
+    if not _can_widen(module):
         return {}
     device = next((t.device.type for t in _tensors(expected)), "cpu")
     found: dict[str, float] = {}
     why = None
     try:
         with torch.no_grad(), eagerly():
-            found = _measured(Truth(module, eager, device), args, kwargs, result, expected)
+            found = _measured(Float32Run(module, eager, device), args, kwargs, result, expected)
     except torch.OutOfMemoryError:
         why = NO_MEMORY
     except Exception as no:
         why = f"it does not run in float32 ({type(no).__name__}: {str(no).partition(chr(10))[0]})"
     if device == "cuda":
-        # the float32 run was larger than any that comes after it: leave nothing of it in reserve
+        # the float32 run needs more than any later one: return its memory to the GPU
         torch.cuda.empty_cache()
-    if why is not None:  # not where it was caught: that would keep the tensors of the failed run
+    if why is not None:  # outside `except`, whose traceback keeps the tensors of the failed run
         raise Unchecked(why)
     return found
 
 
-def _measured(truth: Truth, args: Any, kwargs: Any, result: Any, expected: Any) -> dict[str, float]:
+def _measured(
+    reference: Float32Run, args: Any, kwargs: Any, result: Any, expected: Any
+) -> dict[str, float]:
     try:
-        sums = _by_samples(truth, args, kwargs, result, expected)
+        sums = _by_samples(reference, args, kwargs, result, expected)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # it cannot be given fewer samples than it was
+    except Exception:  # it does not run on a part of the batch
         sums = None
     if sums is None:
-        true = truth(args, kwargs)
+        true = reference(args, kwargs)
         sums = _squares(result, true), _squares(expected, true)
     return {"error": _root(*sums[0]), "eager_error": _root(*sums[1])}
 
 
 def _by_samples(
-    truth: Truth, args: Any, kwargs: Any, result: Any, expected: Any
+    reference: Float32Run, args: Any, kwargs: Any, result: Any, expected: Any
 ) -> tuple[Squares, Squares] | None:
-    """The squares of both errors, from float32 runs of few samples at a time: a batch of them needs
-    twice the memory of eager's. None if they are few, or if the module mixes samples.
+    """The squares of both errors, from float32 runs of a few samples at a time: the whole batch
+    needs twice eager's memory. None if the batch is small, or if the module mixes samples.
 
-    Whether it does is asked of eager: if each sample comes out alike alone and among the others,
-    then both have the same error against a float32 run of that sample alone."""
+    It does not mix them if eager has the same error with and without the rest of the batch, against
+    a float32 run of the same samples."""
     batch, elements = _batch(expected)
     together = -(-SAMPLES * batch // max(1, elements))
     if together >= batch:
         return None
     sums = torch.zeros(3, 2, dtype=torch.float64)
     for first in range(0, batch, together):
-        some = partial(_samples, range(batch)[first : first + together], batch)
-        sums += torch.tensor(_of_some(truth, *map(some, (args, kwargs, result, expected))))
+        cut = partial(_samples, range(batch)[first : first + together], batch)
+        sums += torch.tensor(_of_samples(reference, *map(cut, (args, kwargs, result, expected))))
     ours, eagers, alone = sums.tolist()
     if not holds(rows(expected), _root(*eagers), _root(*alone)):
         return None
     return ours, eagers
 
 
-def _of_some(truth: Truth, args: Any, kwargs: Any, result: Any, expected: Any) -> list[Squares]:
-    """The squares of the errors of both, and of eager when it is given these samples alone."""
-    true = truth(args, kwargs)
+def _of_samples(
+    reference: Float32Run, args: Any, kwargs: Any, result: Any, expected: Any
+) -> list[Squares]:
+    """The squares of both errors on some samples, and of eager's when run on these alone."""
+    true = reference(args, kwargs)
     if [t.shape for t in _tensors(true)] != [t.shape for t in _tensors(expected)]:
-        raise ValueError("samples alone come out in another shape")
-    alone = truth.eager(truth.module, *args, **kwargs)
+        raise ValueError("samples run alone give another shape")
+    alone = reference.eager(reference.module, *args, **kwargs)
     return [_squares(y, true) for y in (result, expected, alone)]
 
 
 def _batch(result: Any) -> tuple[int, int]:
-    """How many samples a result has, 1 if that cannot be told, and how many elements."""
+    """The number of samples in a result (1 if unknown), and of elements."""
     tensors = _tensors(result)
     sizes = {t.shape[0] if t.ndim else 1 for t in tensors}
     return sizes.pop() if len(sizes) == 1 else 1, sum(t.numel() for t in tensors)
 
 
 def _samples(some: range, batch: int, tree: Any) -> Any:
-    """Some samples of everything in a tree that has one row for each sample of the batch."""
+    """A tree with every tensor that has one row per sample cut to `some` samples."""
 
     def cut(value: Any) -> Any:
-        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
-        return value[some.start : some.stop] if whole else value
+        batched = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
+        return value[some.start : some.stop] if batched else value
 
     return pytree.tree_map(cut, tree)
 
 
 def holds(rows: int, error: float | None = None, eager_error: float | None = None) -> bool:
-    """Whether the promise is kept, as far as so many rows can tell: two equally good roundings of
-    n rows err alike only to about 1 / sqrt(n)."""
+    """Whether an error is not above eager's, as far as so many rows can show: the errors of two
+    equally good roundings of n rows agree only to about 1 / sqrt(n)."""
     if error is None or eager_error is None:
         return True
     return error <= max(MARGIN * (1 + rows**-0.5) * eager_error, FLOAT32_ERROR)
@@ -155,8 +159,8 @@ def _root(off: float, size: float) -> float:
 
 
 def _pieces(t: Tensor) -> tuple[Tensor, ...]:
-    """A tensor in pieces of up to PIECE elements, or of a row: in float64 the whole of it would
-    take four times its memory, and it is compared while the model runs."""
+    """A tensor in pieces of whole rows, up to PIECE elements if a row allows: all of it in float64
+    would take four times its memory while the model runs."""
     rows = t.reshape(-1, t.shape[-1]) if t.ndim and t.numel() else t.reshape(-1, 1)
     return rows.split(max(1, PIECE // rows.shape[1]))
 
@@ -165,7 +169,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _here(module: nn.Module) -> bool:
+def _can_widen(module: nn.Module) -> bool:
     return not any(hooked(m) for m in module.modules()) and not any(
         p.is_meta for p in module.parameters()
     )

@@ -1,15 +1,15 @@
 """One comparison of a new forward with the module's own.
 
-The module's own forward runs first. If it drew random numbers, wrote to its inputs or to itself,
-running it again would not be what eager does: its result is returned, and the next call compares
-the fused sites one by one, inside a single run. So does the first call of a module with hooks, code
-of no library we know, a cache among its inputs, or gradients to record. A comparison on zeros or on
-NaN proves nothing: the module stays eager for that call, and is compared again later.
+The module's own forward runs first. If it drew random numbers or wrote to its inputs or to itself,
+it must not run twice: its result is returned, and the next call compares the fusion sites one by
+one, inside a single run. So does the first call of a module with hooks, with code of an unknown
+library, with a cache among its inputs, or with gradients to record. A comparison on zeros or NaN
+proves nothing: the module stays eager for that call, and is compared again later.
 
-If a forward differs in `exact`, its fused sites are tried one by one, and those that differ stay
-eager; if that does not mend it, or in another tier, the whole module does. Either gives a warning
-and a line in the report. A comparison may need more memory than there is. `exact` then leaves the
-module eager; the other tiers go on without it, with a warning and a line in the report, too.
+If a forward differs in `exact`, its fusion sites are tried one by one, and those that differ stay
+eager; if it still differs, or in another tier, the whole module stays eager. If memory is too short
+to compare, `exact` leaves the module eager, and the other tiers run it fused without a comparison.
+Each of these gives a warning and a line in the report.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from ...backends.torch_internals import any_autocast, pytree
 from ..runtime import random_draws, work_ahead
-from ..runtime.input_key import facts, has_state
+from ..runtime.input_key import has_state, versions
 from ..runtime.sites import (
     DIFFERS,
     NO_MEMORY,
+    BackendUnavailable,
     Forward,
-    NotHere,
     eagerly,
     equal,
-    set_now,
-    tells,
+    informative,
+    set_mode,
 )
 from . import accuracy
 from .findings import Evidence, Findings
@@ -52,8 +52,8 @@ class Comparison:
     eager: Forward
     args: Any
     kwargs: Any
-    verdict: Verdict | None = None  # stays None if the values told nothing, or it has a memory
-    untold: set[str] = field(default_factory=set)
+    verdict: Verdict | None = None  # None if the values prove nothing, or the module has state
+    uninformative: set[str] = field(default_factory=set)
     found: Evidence = field(default_factory=Evidence)
     notes: Counter[tuple[str, str]] = field(default_factory=Counter)
     off: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -62,53 +62,53 @@ class Comparison:
         self.records_gradients = _records_gradients(self.module, self.args, self.kwargs)
 
     def run(self) -> Any:
-        """The result of the call; `verdict` is set if it could be found."""
+        """The result of the call; sets `verdict` if there is one."""
         findings = self.findings
         self.exact = findings.numerics == "exact"
         self.wanted = self.exact or findings.verify or type(self.module) not in findings.proven
-        once = self.record.once or has_state(self.args, self.kwargs)
-        if once or not self.wanted or self.records_gradients:
+        run_once = self.record.run_once or has_state(self.args, self.kwargs)
+        if run_once or not self.wanted or self.records_gradients:
             return self._in_one_run()
         return self._side_by_side()
 
     def _in_one_run(self) -> Any:
-        """Run fused, in `exact` with each site beside its eager steps."""
-        if self.record.unknown and (self.wanted or self.record.once):
-            self._conclude(False, "its code is new to us, and it cannot be run twice")
+        """Run fused, and in `exact` compare each site with its eager steps."""
+        if self.record.unknown and (self.wanted or self.record.run_once):
+            self._conclude(False, "no recipe was written for its code, and it must not run twice")
             return self._eager()
         if self.exact and any_autocast():
-            # which casts between the sites, where nothing is compared
+            # autocast casts between the sites, where nothing is compared
             self._conclude(False)
             return self._eager()
         result = self._fused(comparing=self.exact and self.wanted)
-        self.record.state.settle(self.module)
-        if not self.untold:
+        self.record.state.ignore_changed(self.module)
+        if not self.uninformative:
             self._conclude(True)
         return result
 
     def _side_by_side(self) -> Any:
         """Run eager, then fused, and compare."""
         ahead = work_ahead.is_offered(self.module)
-        given = facts(self.args, self.kwargs)
-        drawn = random_draws.so_far(self.args, self.kwargs)
+        given = versions(self.args, self.kwargs)
+        states = random_draws.generator_states(self.args, self.kwargs)
         expected = self._eager()
         if (
-            self.record.state.settle(self.module)
-            or random_draws.so_far(self.args, self.kwargs) != drawn
-            or facts(self.args, self.kwargs) != given
+            self.record.state.ignore_changed(self.module)
+            or random_draws.generator_states(self.args, self.kwargs) != states
+            or versions(self.args, self.kwargs) != given
         ):
-            self.record.once = "it has a memory, or draws random numbers"
+            self.record.run_once = "it has state, or draws random numbers"
             return expected
         problem = None
         try:
             return self._compared(expected, ahead)
         except torch.OutOfMemoryError:
             problem = NO_MEMORY
-        except NotHere:
+        except BackendUnavailable:
             raise
         except Exception as error:
             problem = f"its fused forward failed ({type(error).__name__}: {error})"
-        # not where it was caught: that would keep the tensors of the failed run
+        # outside `except`, whose traceback keeps the tensors of the failed run
         work_ahead.forget()
         if self.exact or problem != NO_MEMORY:
             work_ahead.refuse(self.module)
@@ -120,20 +120,20 @@ class Comparison:
         return self._fused(noting=False)
 
     def _compared(self, expected: Any, ahead: bool) -> Any:
-        """The result of this call; the verdict on it, if the values allow one."""
-        # layers in eight bits are held to a promise of their own
-        apart = self.findings.numerics == "fp8"
-        result = self._fused(fp8=not apart)
+        """The result of this call; sets the verdict if the values allow one."""
+        # fp8 layers have an error bound of their own: compare without them
+        fp8 = self.findings.numerics == "fp8"
+        result = self._fused(fp8=not fp8)
         if self.exact:
             same = equal(result, expected)
-            if self.untold or not tells(*pytree.tree_leaves(expected)):
+            if self.uninformative or not informative(*pytree.tree_leaves(expected)):
                 return result if same else expected
             self.found.equal = same
             if not same:
-                return self._mended(expected, ahead)
+                return self._without_sites_that_differ(expected, ahead)
             self._conclude(True)
             return result
-        if tells(*pytree.tree_leaves(expected)):
+        if informative(*pytree.tree_leaves(expected)):
             try:
                 found = accuracy.errors(
                     self.module, self.eager, self.args, self.kwargs, result, expected, eagerly
@@ -150,14 +150,14 @@ class Comparison:
                 return expected
             self._conclude(True)
         else:
-            self.untold.add("its result")
-        if not apart:
+            self.uninformative.add("its result")
+        if not fp8:
             return result
         result = expected = None
         return self._fused(noting=False)
 
-    def _mended(self, expected: Any, ahead: bool) -> Any:
-        """Find the sites that differ, leave them eager, and see whether the rest is right."""
+    def _without_sites_that_differ(self, expected: Any, ahead: bool) -> Any:
+        """Find the sites that differ, leave them eager, and compare again."""
         work_ahead.forget()
         self.off = {}
         self._fused(comparing=True)
@@ -170,9 +170,9 @@ class Comparison:
         differs = any(DIFFERS in sites.values() for sites in self.off.values())
         problem = None
         if ahead and not differs:
-            # it is right by itself: the module before it worked ahead wrongly
+            # no site of its own differs: the error is in what the previous block computed ahead
             work_ahead.refuse(self.module)
-            problem = f"what the module before it laid ready {DIFFERS}"
+            problem = f"what the module before it computed ahead {DIFFERS}"
         self._conclude(True, problem)
         return result
 
@@ -181,9 +181,10 @@ class Comparison:
 
     def _fused(self, comparing: bool = False, fp8: bool = True, noting: bool = True) -> Any:
         notes: Counter[tuple[str, str]] = Counter()
-        how: dict[str, Any] = {"comparing": comparing, "fp8": fp8}
-        how |= {"notes": notes, "untold": self.untold} if noting else {"notes": None}
-        with set_now(**how):
+        fields: dict[str, Any] = {"comparing": comparing, "fp8": fp8, "notes": None}
+        if noting:
+            fields |= {"notes": notes, "uninformative": self.uninformative}
+        with set_mode(**fields):
             result = run_fused(
                 self.module, self.record, self.key, self.off, self.fused, self.args, self.kwargs
             )
@@ -199,8 +200,8 @@ class Comparison:
 
 
 def _records_gradients(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether autograd records this call. Memory then allows one run, and a checkpointed block must
-    save the same tensors when it is run again in the backward."""
+    """Whether autograd records this call. It then runs once: activations of two runs may not fit in
+    memory, and a checkpointed block must save the same tensors when the backward reruns it."""
     if not torch.is_grad_enabled():
         return False
     leaves = (*pytree.tree_leaves((args, kwargs)), *module.parameters())

@@ -1,4 +1,4 @@
-"""What comparisons with eager have shown, and the warnings that say so."""
+"""The results of comparisons with eager, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One module at one signature of its inputs."""
+    """The result for one module at one signature of its inputs."""
 
     module: str
     kind: str
     inputs: str
-    sites: dict[tuple[str, str], int]  # (name of a site, what became of it): how often
+    sites: dict[tuple[str, str], int]  # how often: (name of a site, "fused" or why not)
     equal: bool | None = None  # None: not compared bit for bit
     error: float | None = None
     eager_error: float | None = None
@@ -49,11 +49,11 @@ class Findings:
     verify: bool
     names: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
     findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=MAX_FINDINGS))
-    # layers that were to run in fp8 and are called in a way that rules it out, and why
+    # layers that were meant to run in fp8 and do not, and why
     misfits: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
-    # modules whose inputs were all zeros or NaN so far
-    untold: WeakKeyDictionary[nn.Module, bool] = field(default_factory=WeakKeyDictionary)
-    # classes of which one module was compared
+    # modules not compared yet because their values were zeros or NaN
+    uninformative: WeakKeyDictionary[nn.Module, bool] = field(default_factory=WeakKeyDictionary)
+    # classes of which one module has been compared
     proven: set[type] = field(default_factory=set)
 
     def add(
@@ -66,11 +66,11 @@ class Findings:
         evidence: Evidence,
         problem: str | None = None,
     ) -> None:
-        """Write down what became of a module; warn if it, or a site of it, stays eager."""
-        left_out = {name: why for sites in off.values() for name, why in sites.items()}
-        for name, why in left_out.items():
+        """Add a finding; warn if the module, or one of its sites, stays eager or is unchecked."""
+        eager_sites = {name: why for sites in off.values() for name, why in sites.items()}
+        for name, why in eager_sites.items():
             notes[name, why] = notes.pop((name, "fused"), 1)
-        if different := sorted(name for name, why in left_out.items() if why == DIFFERS):
+        if different := sorted(name for name, why in eager_sites.items() if why == DIFFERS):
             problem = problem or f"{', '.join(different)} {DIFFERS}"
         kind, inputs = type(module).__name__, in_words(args, kwargs)
         name = self.names.get(module, f"a {kind}")

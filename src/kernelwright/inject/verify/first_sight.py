@@ -1,11 +1,11 @@
-"""First sight: a new forward and the module's own run side by side, and are compared.
+"""First sight: a new forward runs beside the module's own, and the results are compared.
 
 `exact` compares every module at every new shape with `torch.equal`. The other tiers compare the
 error of both against a float32 run of the same weights: one module of each class in the first
 forward, and with `verify=True` every module at every new shape.
 
-A verdict holds for one signature of the inputs, for the switches of the process and for the module
-as it was (`State`). If any of them changes, the module is seen for the first time again.
+A verdict holds for one signature of the inputs, one setting of PyTorch's switches and one state of
+the module (`State`). If any of them changes, there is another first sight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...backends import torch_internals
 from ...backends.torch_internals import dispatch_modes
 from ..runtime import model_run, work_ahead
 from ..runtime.input_key import on_meta, signature
-from ..runtime.sites import Forward, current
+from ..runtime.sites import Forward, mode
 from ..state.hooks import all_modules_hooked
 from ..state.switches import switches
 from .comparison import Comparison
@@ -30,9 +30,9 @@ from .findings import Evidence, Findings
 from .running import run_eager, run_fused, run_nested
 from .verdicts import ModuleRecord, Verdict
 
-# a service that sees ever new shapes starts over rather than grow
+# verdicts per module: a service that keeps getting new shapes must not grow without bound
 MAX_SIGNATURES = 1024
-# a person who turns something on and off comes back to a state
+# states kept per module: users who toggle a setting come back to an earlier one
 MAX_STATES = 4
 
 
@@ -40,9 +40,9 @@ MAX_STATES = 4
 class Checker(Findings):
     """The verdicts of one injection."""
 
-    # restored: somebody may hold on to a forward of ours, and call it
+    # set by restore: others may still hold a forward of ours, and call it
     retired: bool = False
-    # called with a module that is not what it was
+    # called with a module whose state has changed
     changed: Callable[[nn.Module], None] = lambda module: None
     _records: WeakKeyDictionary[nn.Module, list[ModuleRecord]] = field(
         default_factory=WeakKeyDictionary
@@ -52,16 +52,16 @@ class Checker(Findings):
         return self  # copies of a model share their forwards, too
 
     def run(self, module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:
-        """The forward of an injected module."""
-        if current.eager or self.retired:
+        """The forward of an injected module: fused, eager, or both at first sight."""
+        if mode.eager or self.retired:
             return eager(module, *args, **kwargs)
-        if current.inside and id(module) in current.members:
+        if mode.inside and id(module) in mode.members:
             return run_nested(module, fused, eager, args, kwargs)
-        if looked_through():
+        if needs_torch_ops():
             return run_eager(module, eager, args, kwargs)
         record = self._record(module, fused)
-        if record.stays and id(module) in record.stays:
-            self._say_once(module, record, args, kwargs)
+        if record.excluded and id(module) in record.excluded:
+            self._report_once(module, record, args, kwargs)
             return eager(module, *args, **kwargs)
         key = self._key(module, args, kwargs)
         verdict = record.verdicts.get(key)
@@ -75,13 +75,13 @@ class Checker(Findings):
         key = work_ahead.shared_key(module)
         if key is None:
             key = signature(args, kwargs)
-        outside = model_run.current.switches
+        outside = model_run.active.switches
         if outside is None:
             outside = switches(model_run.device_type(args, kwargs))
         return key, outside, work_ahead.is_offered(module)
 
     def _record(self, module: nn.Module, fused: Any) -> ModuleRecord:
-        """What is known of a module as it is now."""
+        """The record of a module in its current state."""
         known = self._records.get(module, [])
         serial = model_run.state_of(module)
         if known and serial and known[0].checked == serial:
@@ -91,13 +91,13 @@ class Checker(Findings):
             if known:
                 self.proven.discard(type(module))
                 self.changed(module)
-                work_ahead.forget()  # it was made for what the module was
+                work_ahead.forget()  # it was computed for the module's old state
                 work_ahead.allow(module)
             found = ModuleRecord.of(module, fused)
         if not known or found is not known[0]:
             others = [r for r in known if r is not found]
             self._records[module] = [found, *others[: MAX_STATES - 1]]
-            if found in known:  # it has come back to this state
+            if found in known:  # the module is back in an earlier state
                 self.changed(module)
                 work_ahead.forget()
         found.checked = serial
@@ -113,36 +113,37 @@ class Checker(Findings):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """The result of a call for which there is no verdict, which is found if it can be."""
+        """The result of a call that has no verdict yet; finds one if possible."""
         if on_meta(args, kwargs) or dispatch_modes():
             return run_eager(module, eager, args, kwargs)
         comparison = Comparison(self, module, record, key, fused, eager, args, kwargs)
-        # another thread may see it for the first time, too, and be done at any moment
-        count = record.untold[key] = record.untold.get(key, 0) + 1
-        again = count & (count - 1)
-        if again and not comparison.records_gradients:  # not at every call
+        # `get`: another thread may finish its own first sight, and remove the entry, at any moment
+        count = record.uninformative[key] = record.uninformative.get(key, 0) + 1
+        # values that proved nothing may go on doing so: compare at calls 1, 2, 4, 8, ... only
+        between = count & (count - 1)
+        if between and not comparison.records_gradients:
             return run_eager(module, eager, args, kwargs)
         result = comparison.run()
         if comparison.verdict is not None:
             if len(record.verdicts) >= MAX_SIGNATURES:
                 record.verdicts.clear()
             record.verdicts[key] = comparison.verdict
-            record.untold.pop(key, None)
-            self.untold.pop(module, None)
-        elif comparison.untold:
-            self.untold[module] = True
+            record.uninformative.pop(key, None)
+            self.uninformative.pop(module, None)
+        elif comparison.uninformative:
+            self.uninformative[module] = True
         return result
 
-    def _say_once(self, module: nn.Module, record: ModuleRecord, args: Any, kwargs: Any) -> None:
+    def _report_once(self, module: nn.Module, record: ModuleRecord, args: Any, kwargs: Any) -> None:
         if None not in record.verdicts:
             record.verdicts[None] = Verdict(False)
-            notes = Counter({("forward", record.stays[id(module)]): 1})
+            notes = Counter({("forward", record.excluded[id(module)]): 1})
             self.add(module, args, kwargs, notes, {}, Evidence())
 
 
-def looked_through() -> bool:
-    """Whether something takes every operation apart that no kernel of ours can be taken apart for:
-    function transforms, forward-mode gradients, tracing, hooks on all modules."""
+def needs_torch_ops() -> bool:
+    """Whether something must see PyTorch's own operations, which our kernels would hide: function
+    transforms, forward-mode gradients, torch.jit.trace, global module hooks."""
     return (
         torch_internals.in_functorch()
         or torch_internals.in_forward_ad()

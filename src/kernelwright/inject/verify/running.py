@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..runtime.sites import HERE, NOTHING, Forward, current, declined, eagerly
+from ..runtime.sites import EMPTY, MODULE_FIELDS, Forward, declined, eagerly, mode
 from .verdicts import ModuleRecord
 
 
@@ -19,12 +19,13 @@ def run_fused(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """The new forward, with the sites of `off` eager; modules inside it need no check."""
-    now, noting = current, current.notes is not None
-    before = {name: getattr(now, name) for name in HERE}
-    now.inside, now.off_inside, now.stays, now.members = True, off, record.stays, record.members
-    now.adapted, now.made_under = record.adapted, (record.serial, key)
-    now.off = off.setdefault(id(module), {}) if noting else off.get(id(module), NOTHING)
+    """Run the new forward, with the sites in `off` eager; modules inside it need no check."""
+    now, noting = mode, mode.notes is not None
+    before = {name: getattr(now, name) for name in MODULE_FIELDS}
+    now.inside, now.members, now.excluded = True, record.members, record.excluded
+    now.adapted, now.cache_scope = record.adapted, (record.serial, key)
+    now.off_inside = off
+    now.off = off.setdefault(id(module), {}) if noting else off.get(id(module), EMPTY)
     try:
         return fused(module, *args, **kwargs)
     finally:
@@ -33,19 +34,19 @@ def run_fused(
 
 
 def run_nested(module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:
-    """A forward of ours that another one of ours calls."""
-    if current.stays and id(module) in current.stays:
-        declined("forward", current.stays[id(module)])
+    """Run an injected module that is called from a fused forward."""
+    if mode.excluded and id(module) in mode.excluded:
+        declined("forward", mode.excluded[id(module)])
         return eager(module, *args, **kwargs)
-    before, inside = current.off, current.off_inside
-    if current.notes is not None:
-        current.off = inside.setdefault(id(module), {})  # type: ignore[attr-defined]
+    before, inside = mode.off, mode.off_inside
+    if mode.notes is not None:
+        mode.off = inside.setdefault(id(module), {})  # type: ignore[attr-defined]
     else:
-        current.off = inside.get(id(module), NOTHING) if inside else NOTHING
+        mode.off = inside.get(id(module), EMPTY) if inside else EMPTY
     try:
         return fused(module, *args, **kwargs)
     finally:
-        current.off = before
+        mode.off = before
 
 
 def run_eager(module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:

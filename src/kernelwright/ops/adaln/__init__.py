@@ -143,6 +143,7 @@ MODULATE = Op(
     reference=reference.modulate,
     exact=reference.MODULATE_CHAINS,
     kernels=RowKernel(norm="none", x="x", scale="scale", shift="shift"),
+    category="modulation",
     cases=cases.MODULATE,
     sized=cases.sized_modulate,
 )
@@ -192,6 +193,7 @@ ADALN_ZERO = Op(
     reference=reference.adaln_zero,
     exact=reference.ADALN_ZERO_CHAINS,
     kernels=RowKernel(norm="rms", weight="weight", scale="scale", shift="shift", out_gate="gate"),
+    category="norm",
     cases=cases.ADALN_ZERO,
     sized=cases.sized_zero,
     prefer=by_width,

@@ -1,4 +1,4 @@
-"""Attention: the fastest right kernel of those on this GPU."""
+"""Attention by the fastest kernel that can run a call on this GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.torch_internals import attention_kernels
 from .. import checks, selection
-from ..op import MAX_PLANS, Composite
+from ..composite import Composite
+from ..plan_cache import PlanCache, remember
 from ..transforms import refuse_kernels, transformed
-from . import cases, foreign, reference, sdpa
+from . import cases, custom_kernels, reference, sdpa
 from .choice import BACKENDS, choose, choose_for, request_of
-from .limits import deterministic, left_out, switches
+from .limits import deterministic, left_out
 
 __all__ = ["attention"]
 
@@ -45,11 +47,10 @@ def attention(
         exact: "torch" is F.scaled_dot_product_attention itself, with the kernel PyTorch picks.
         backend: "cudnn", "flash", "efficient" or "math" (PyTorch's kernels), "fa4" (flash-attn-4),
             "triton" (ours), "hub" (see `hub.use`), "torch" (PyTorch's pick); None takes the one of
-            `use_backend`, or the one that `choice.py` holds for the fastest. A named one runs or
-            raises.
+            `use_backend`, or the one that is fastest by `choice.py`. A named one runs or raises.
 
-    Gradients come from PyTorch's kernels; "triton" and "fa4" run forward on their own kernel and,
-    for the gradient, once more through PyTorch's.
+    Gradients come from PyTorch's kernels: "triton" and "fa4" run the forward themselves, and the
+    backward recomputes it through PyTorch's.
 
     >>> q = torch.ones(1, 1, 2, 4)
     >>> attention(q, q, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten()
@@ -66,21 +67,21 @@ def attention(
             dtype = torch.get_autocast_dtype(kind)
             query, key, value, mask = (_cast(t, dtype) for t in (query, key, value, mask))
     if exact is None and isinstance(scale, float | int) and scale < 0:
-        # kernels look for the largest score before they scale it; the same sign on both sides
+        # kernels take the maximum of the unscaled scores: make the scale positive
         query, scale = -query, -scale
     args = (query, key, value, mask, scale, causal)
     if not torch.compiler.is_compiling() and transformed(args[:4]):
         return _transformed(*args, backend)
     name = (_checked if torch.compiler.is_compiling() else _kept)(*args, backend)
     if name not in ("torch", "math") and 0 in (query.shape[0], query.shape[1]):
-        name = "math"  # no batch or no heads: nothing to compute, and not every kernel knows it
+        name = "math"  # no batch or no heads: not every kernel takes empty tensors
     if name in sdpa.KERNELS:
         return sdpa.KERNELS[name](*args)
-    return foreign.run(*args, name)
+    return custom_kernels.run(*args, name)
 
 
 def _transformed(*values: Any) -> Tensor:
-    """A call under torch.func or with tangents: in steps that PyTorch can transform."""
+    """A call under torch.func or with tangents: by kernels that PyTorch can transform."""
     _check(*values)
     *args, backend = values
     if backend not in sdpa.KERNELS:
@@ -98,45 +99,43 @@ def _kept(
     causal: bool,
     backend: str,
 ) -> str:
-    """The kernel for a call, kept by all that decides it: checks and choice run once."""
+    """The kernel for a call, cached by everything that decides it: checks and choice run once."""
     grad = torch.is_grad_enabled()
     try:
         signature = (
             (query.shape, query.stride(), query.dtype, query.device),
             (key.shape, key.stride(), key.dtype, key.device),
             (value.shape, value.stride(), value.dtype, value.device),
-            # where the tensors begin, as far as 16-byte loads care
+            # the alignment of the first element, which decides about 16-byte loads
             (query.storage_offset() & 7, key.storage_offset() & 7, value.storage_offset() & 7),
             mask is not None
             and (mask.shape, mask.stride(), mask.dtype, mask.device, grad and mask.requires_grad),
             grad and (query.requires_grad or key.requires_grad or value.requires_grad),
             (scale, causal, backend, deterministic()),
-            switches(),
+            attention_kernels(),
         )
         name = _choices.get(signature)
     except (AttributeError, RuntimeError, TypeError):
-        # no tensor, one without strides, an unhashable value: the checks name the argument
+        # not a tensor, no strides, or unhashable: the checks raise an error that names the argument
         _check(query, key, value, mask, scale, causal, backend)
         raise
     if name is None:
         name = _checked(query, key, value, mask, scale, causal, backend)
-        if len(_choices) >= MAX_PLANS:
-            _choices.clear()
-        _choices[signature] = name
+        remember(_choices, signature, name)
     return name
 
 
-_choices: dict[Any, str] = {}
+_choices: PlanCache[str] = {}
 
 
 def forget() -> None:
-    """Drop every choice, after what they were made from has changed."""
+    """Clear the cached choices, after something that they depend on has changed."""
     _choices.clear()
 
 
 @contextmanager
 def without_fa4() -> Iterator[None]:
-    """While this lasts flash-attn-4 counts as not installed: what benchmarks hold it against."""
+    """Treat flash-attn-4 as not installed, for benchmarks that compare with and without it."""
     left_out.append("fa4")
     forget()
     try:
@@ -158,7 +157,7 @@ def _checked(
     """Check the arguments and choose the kernel."""
     _check(query, key, value, mask, scale, causal, backend)
     if 0 in (*query.shape, *key.shape, *value.shape):
-        return "math"  # nothing to launch: zeros, or nothing
+        return "math"  # an empty tensor: the result is zeros, or empty
     return choose(request_of(query, key, value, mask, causal), backend).backend
 
 
@@ -227,10 +226,12 @@ def _check_mask(mask: Any, query: Tensor, scores: tuple[int, ...]) -> None:
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
-    """What autocast does to an argument of F.scaled_dot_product_attention."""
+    """Cast an argument as autocast does for F.scaled_dot_product_attention."""
     wide = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
     return t.to(dtype) if wide else t
 
+
+custom_kernels.register_gradient(lambda *args: attention(*args, backend="auto"))
 
 Composite(
     name="attention",
@@ -241,4 +242,7 @@ Composite(
     cases=cases.ATTENTION,
     backends=("torch", "triton"),
     chooser=choose_for,
+    forget=forget,
+    describe=lambda query, key, value, mask, _, causal: request_of(query, key, value, mask, causal),
+    part=reference.part,
 )

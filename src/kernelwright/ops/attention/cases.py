@@ -58,7 +58,7 @@ def _mask(inputs: Inputs, kind: str, batch: int, heads: int, queries: int, keys:
 
 
 def _packed(inputs: Inputs) -> dict[str, Any]:
-    """Query, key and value as they lie in the output of one packed projection."""
+    """Query, key and value as views of one packed projection."""
     qkv = inputs.normal(2, 37, 3, 2, 64).permute(2, 0, 3, 1, 4)
     return {
         "query": qkv[0],

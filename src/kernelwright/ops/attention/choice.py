@@ -1,4 +1,4 @@
-"""Which attention kernel runs a call. No kernel wins everywhere, so this is a table of readings.
+"""Which attention kernel runs a call. No kernel wins everywhere, so measurements decide.
 
 Forward, bf16, one H200, torch 2.11, microseconds:
 
@@ -12,7 +12,7 @@ Forward, bf16, one H200, torch 2.11, microseconds:
     1 x 12 x 32760 x 128 (Wan)          11608          18447           10325
     1 x 32/8 x 4096 x 128 causal          279            524             303
 
-Attention to few keys, ours in Triton beside it and a copy of query and result, in a later run:
+Attention to few keys: cuDNN, our Triton kernel, and a copy of query and result, in a later run:
 
     [batch, heads, queries, head_dim], keys     cuDNN    masked    ours    masked    copy
     2 x 32 x 1320 x 64, 128  (LTX 25f)           17.7      24.9    13.3      13.9     7.2
@@ -37,16 +37,16 @@ BACKENDS = ("auto", "torch", "triton", "cudnn", "flash", "efficient", "math", "f
 # tokens (queries and keys both) from which flash-attn-4 beats cuDNN on an H200
 # head_dim 64: 16% more time at 2,688 tokens, 12% less at 4,429
 FA4_TOKENS_64 = 4429
-# head_dim 128: 10% more at 4,608, 11% less at 32,760; this is the geometric middle of the two
+# head_dim 128: 10% more at 4,608, 11% less at 32,760; this is their geometric mean
 FA4_TOKENS_128 = 12288
-# queries from which ours beats cuDNN where keys are few, on an H200; fewer were not tried
+# queries from which our kernel for few keys beats cuDNN on an H200; fewer were not tried
 FEW_KEYS_QUERIES = 1024
 
 
 def request_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> Request:
-    """Describe a call whose arguments have been checked."""
+    """The facts of a call whose arguments have been checked."""
     grad = torch.is_grad_enabled()
     return Request(
         device=query.device,
@@ -68,7 +68,7 @@ def request_of(
 
 
 def choose(request: Request, backend: str = "auto") -> Choice:
-    """The backend for a call and why; a named one or a ValueError, never another."""
+    """The backend for a call and why. A named one is used or raises a ValueError."""
     if backend != "auto":
         reason = limits.problem(backend, request)
         if reason:
@@ -90,7 +90,7 @@ def choose(request: Request, backend: str = "auto") -> Choice:
 
 
 def choose_for(device: torch.device, dtype: torch.dtype) -> Choice:
-    """The kernel for a long sequence without a mask, the common case, as `doctor` prints it."""
+    """The kernel for a long sequence without a mask, as `kernelwright doctor` prints it."""
     shape = {"queries": 4096, "keys": 4096, "head_dim": 128, "value_dim": 128}
     return choose(
         Request(
@@ -111,7 +111,7 @@ def choose_for(device: torch.device, dtype: torch.dtype) -> Choice:
 
 
 def _order(r: Request) -> list[tuple[str, str]]:
-    """Kernels from the fastest down; the table above is the reason for sm_90."""
+    """Kernels, fastest first; for sm_90 by the table above."""
     order: list[tuple[str, str]] = []
     major = r.capability[0]
     masked = r.mask != "none"
@@ -127,7 +127,7 @@ def _order(r: Request) -> list[tuple[str, str]]:
     if major in (9, 10) and not (masked and r.grad):
         measured = "fastest on an H200 at these sizes" if major == 9 else ""
         order.append(("cudnn", measured or "PyTorch's first choice on this GPU, not measured here"))
-    # the order PyTorch itself takes where cuDNN is not first; not measured here
+    # PyTorch's own order where cuDNN is not first; not measured here
     order.append(("flash", "PyTorch's first choice without a mask"))
     order.append(("efficient", "PyTorch's first choice with a mask or float32"))
     if not (r.grad or r.mask_grad):
@@ -144,12 +144,12 @@ def _mask_kind(mask: Tensor | None, dtype: torch.dtype) -> str:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Rows are dense and start on multiples of 16 bytes, as 16-byte loads need; torch's own
+    """Whether rows are dense and start on multiples of 16 bytes, as 16-byte loads need. torch's
     allocations start on multiples of 512."""
     size = t.element_size()
     if t.stride(3) != 1 and t.shape[3] != 1:
         return False
-    # torch.compile cannot read an offset; Inductor itself takes inputs for aligned
+    # torch.compile cannot read an offset; Inductor assumes aligned inputs too
     offset = 0 if torch.compiler.is_compiling() else t.storage_offset()
     return offset * size % 16 == 0 and all(
         t.shape[i] == 1 or t.stride(i) * size % 16 == 0 for i in range(3)

@@ -1,4 +1,4 @@
-"""Attention to few keys in Triton: one program holds all keys and values of a head, and walks over
+"""Attention to few keys in Triton: a program holds all keys and values of a head, and loops over
 blocks of query rows."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def load_bias(
     MASK: tl.constexpr,
     MASK_COLUMNS: tl.constexpr,
 ):
-    """What is added to the scores of each key, in log2 units: -inf over keys that are not there."""
+    """The bias on the scores of each key, in log2 units: -inf for keys past the last."""
     m_k = o_k < keys
     if MASK == "none":
         b_bias = tl.where(m_k, 0.0, float("-inf"))
@@ -30,13 +30,13 @@ def load_bias(
             b_bias = tl.where(b_seen, 0.0, float("-inf"))
         else:
             b_m = tl.load(p_m, mask=m_k, other=float("-inf")).to(tl.float32)
-            # finfo.min is no -inf: a row that it hides whole is the mean of its values
+            # finfo.min must not become -inf: a row masked by it alone is the mean of its values
             b_bias = tl.maximum(b_m * LOG2E, LOWEST, propagate_nan=tl.PropagateNan.ALL)
             b_bias = tl.where(b_m == float("-inf"), b_m, b_bias)
     return b_bias
 
 
-# lengths and strides change from call to call: one kernel serves them all
+# lengths and strides vary between calls: one compiled kernel runs all of them
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_few_keys_kernel(
     query,
@@ -128,7 +128,7 @@ def attention_few_keys_kernel(
         if BIAS:
             b_s = b_s * scale + b_bias[None, :]
             b_max = tl.max(b_s, 1)
-            # no key is seen: -inf minus -inf would be nan
+            # a row that sees no key: -inf minus -inf would be nan
             b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
             b_p = tl.exp2(b_s - b_max[:, None])
         else:
@@ -142,7 +142,7 @@ def attention_few_keys_kernel(
         b_out = tl.dot(b_p, b_v)
         # a row that saw no key has sum 0 and output 0
         b_out = b_out * (1.0 / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
-        # the rows counted anew: the pipeline would keep those of the load in registers
+        # recompute the row mask: reusing that of the load would keep it in registers
         m_out = (i_q * BQ + o_r < queries)[:, None]
         if E != BE:
             m_out = m_out & (o_e < E)[None, :]

@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched: a call in their own words."""
+"""Plans the launches of the Triton attention kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan(call: Call) -> TritonLaunch:
     capability, dtype, causal = call.target.capability, query.dtype, bool(call["causal"])
     row_mask = mask_strides(mask)[2] != 0
     walk = tiles.FEW_KEYS_WALK
-    # the kernel for few keys counts the elements of a block in 32 bits, and batches along z
+    # the kernel for few keys has 32-bit offsets inside a block, and batches along grid dimension z
     rows = max(walk.rows, tiles.FEW_KEYS)
     near = rows * max(t.stride(2) for t in (query, key, value, out)) < 2**31
     if (
@@ -54,7 +54,7 @@ def plan(call: Call) -> TritonLaunch:
 
 
 def _plan_blocks(call: Call, tile: tiles.Tile) -> TritonLaunch:
-    """One program a block of query rows, which goes over the keys."""
+    """One program per block of query rows; it loops over the keys."""
     from .triton import attention_kernel
 
     batch, heads, queries, _ = call["query"].shape
@@ -80,7 +80,7 @@ def _plan_blocks(call: Call, tile: tiles.Tile) -> TritonLaunch:
 
 
 def _plan_few_keys(call: Call, walk: tiles.Walk) -> TritonLaunch:
-    """A few programs a head, which hold its keys and go over its query rows."""
+    """A few programs per head; each holds all its keys and loops over query rows."""
     from .few_keys import attention_few_keys_kernel
 
     batch, heads, queries, _ = call["query"].shape
@@ -110,7 +110,7 @@ def _scale(call: Call) -> float:
 
 
 def _constants(call: Call) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """The compile-time constants of both kernels."""
     from ...backends.triton import interpreting
 
     query, mask = call["query"], call["mask"]
@@ -158,7 +158,7 @@ def _launch(
             *(s // constants["MASK_UNIT"] for s in mask_strides(call["mask"])[:3]),
             *units[9:],
         ),
-        # in the order of the kernel's own arguments: a launch passes them by place
+        # in the order of the kernel's arguments: a launch passes them by position
         constants={n: constants[n] for n in kernel.arg_names if n in constants},
         num_warps=warps,
         num_stages=stages,
@@ -167,10 +167,10 @@ def _launch(
 
 
 def _strides(call: Call) -> tuple[int, ...]:
-    """Those of query, key, value and output, three each."""
+    """Row strides of query, key, value and output, three each."""
     return tuple(s for n in ("query", "key", "value", "out") for s in _row_strides(call[n]))
 
 
 def _row_strides(t: Tensor) -> tuple[int, ...]:
-    """Strides of batch, head and row; those of single entries are never taken."""
+    """Strides of batch, head and row; 0 for a dimension of size 1."""
     return tuple(0 if n == 1 else s for n, s in zip(t.shape[:3], t.stride()[:3], strict=True))

@@ -1,8 +1,7 @@
-"""What each attention kernel can run: a request, and why a kernel refuses it.
+"""What each attention kernel can run: the facts of a call, and why a kernel refuses it.
 
-PyTorch's own checks sit in front of `F.scaled_dot_product_attention`, not in the kernels that are
-called here by name, so each limit is kept here, and where two versions of PyTorch differ the
-narrower one.
+PyTorch checks its limits in `F.scaled_dot_product_attention`, not in the kernels that are called
+here by name, so they are repeated here; where versions of PyTorch differ, the narrower limit.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import NamedTuple
 import torch
 
 from ... import backends
-from .. import served
-from ..selection import given
+from ...backends.torch_internals import attention_kernels, mark_constant
+from .. import hub_servers
 from .launch import MAX_HEAD_DIM
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 class Request(NamedTuple):
-    """What the choice depends on, and nothing else."""
+    """Everything that the choice depends on."""
 
     device: torch.device
     capability: tuple[int, int]
@@ -34,7 +33,7 @@ class Request(NamedTuple):
     head_dim: int
     value_dim: int
     mask: str
-    mask_rows: bool  # it differs from query to query
+    mask_rows: bool  # the mask differs between queries
     causal: bool
     grad: bool
     mask_grad: bool
@@ -126,42 +125,42 @@ def _fa4_problem(r: Request) -> str | None:
     return None
 
 
-# torch.compile looks through lru_cache, so what it must take as given stands around it
+# torch.compile traces through lru_cache, so the functions marked as constants wrap the cached ones
 
 
-@given
+@mark_constant
 def capability(index: int | None) -> tuple[int, int]:
     return _capability(index)
 
 
-@given
+@mark_constant
 def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return _triton_problem_here(device, dtype)
 
 
-@given
+@mark_constant
 def fa4_installed() -> bool:
     return not left_out and _fa4_installed()
 
 
-left_out: list[str] = []  # by `without_fa4`
+left_out: list[str] = []  # filled by `without_fa4`
 
 
 def hub_problem(r: Request) -> str | None:
-    # torch.compile takes no constant of a request whose sizes may change: ask only if need be
+    # under torch.compile a call with symbolic sizes is no constant: only pass it on if necessary
     if not _hub_serves():
         return "no kernel from the Hub serves attention (kernelwright.hub.use)"
-    return _served_problem(r)
+    return _hub_server_problem(r)
 
 
-@given
+@mark_constant
 def _hub_serves() -> bool:
-    return served.server("attention") is not None
+    return hub_servers.server("attention") is not None
 
 
-@given
-def _served_problem(r: Request) -> str | None:
-    server = served.server("attention")
+@mark_constant
+def _hub_server_problem(r: Request) -> str | None:
+    server = hub_servers.server("attention")
     assert server is not None
     return server.problem(r)
 
@@ -180,33 +179,24 @@ def _fa4_installed() -> bool:
     try:
         importlib.import_module("flash_attn.cute")
     except Exception as error:
-        # what it needs beside it may be missing, or be made for another GPU or Python
+        # a dependency may be missing, or be built for another GPU or Python
         warnings.warn(f"flash-attn-4 is installed but does not load: {error}", stacklevel=2)
         return False
     return True
 
 
-def switches() -> tuple[bool, bool, bool]:
-    """PyTorch's own switches for cuDNN, flash and efficient; `auto` leaves alone what is off."""
-    flags = torch._C
-    return (
-        flags._get_cudnn_sdp_enabled(),
-        flags._get_flash_sdp_enabled(),
-        flags._get_mem_efficient_sdp_enabled(),
-    )
-
-
-@given
+@mark_constant
 def deterministic() -> bool:
-    """Whether kernels that add up in any order are forbidden, not only warned of."""
+    """Whether torch.use_deterministic_algorithms raises, rather than warns."""
     enabled = torch.are_deterministic_algorithms_enabled()
     return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-@given
+@mark_constant
 def disabled() -> tuple[str, ...]:
+    """The kernels that PyTorch's switches turn off; "auto" never takes one of them."""
     names = ("cudnn", "flash", "efficient")
-    return tuple(name for name, on in zip(names, switches(), strict=True) if not on)
+    return tuple(name for name, on in zip(names, attention_kernels(), strict=True) if not on)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

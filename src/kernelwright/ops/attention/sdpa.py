@@ -1,8 +1,8 @@
 """PyTorch's own attention kernels, each called by name.
 
-`F.scaled_dot_product_attention` picks a kernel from process-wide switches; the aten ops under it
-are that kernel and no other. They trace under torch.compile, carry their own gradients, and cost
-no switch to set and put back. What the function does to its arguments before them is done here.
+`F.scaled_dot_product_attention` picks a kernel by process-wide switches; each aten op under it is
+one kernel. They trace under torch.compile, have gradients, and need no switch to be set and reset.
+The preparation of arguments that the function does before them is repeated here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def default(
     causal: bool,
 ) -> Tensor:
     """F.scaled_dot_product_attention, whichever kernel PyTorch takes."""
-    # not every kernel takes both, and PyTorch's CPU one makes NaN of causal with a negative scale
+    # not every kernel takes both, and PyTorch's CPU kernel gives NaN for causal with scale < 0
     if causal and (mask is not None or (scale is not None and scale <= 0)):
         mask, causal = with_causal(mask, query, key), False
     if 0 in (query.shape[0], query.shape[1]):  # on CUDA it returns None for no batch (torch 2.11)
@@ -140,8 +140,8 @@ def with_causal(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
 
 
 def additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as four dimensions of addends. PyTorch hides keys from cuDNN with a finite number
-    (torch 2.10), which turns a row that sees nothing into one that sees all; -inf gives zeros."""
+    """A mask as a bias of four dimensions. PyTorch masks for cuDNN with a finite number (torch
+    2.10), which makes a row that sees no key see all of them; -inf gives zeros."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels a GPU, and how many programs share the work."""
+"""Tile sizes of the Triton kernels for each GPU, and how many programs share the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and keys a step, and how the work is spread."""
+    """Query rows and keys per step, warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -22,7 +22,7 @@ class Tile:
 HOPPER = {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)}
 # two stages at 128: three take 98 KB, and sm_86, sm_89 and sm_120 have 99 KB of shared memory
 AMPERE = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
-# a mask with its own row a query: an address an element when its rows are not aligned, so
+# a mask with a row for each query needs an address per element if its rows are not aligned, so
 # smaller tiles (128 x 64 at head_dim 128 spills 590 bytes on sm_90, 64 x 32 none)
 ROW_MASK = {64: Tile(128, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)}
 # no tensor cores (float32 in full precision; Triton has no mma for sm_75): each thread holds whole
@@ -32,8 +32,8 @@ SCALAR = {64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 
 
 @dataclass(frozen=True)
 class Walk:
-    """How programs walk over the query rows of a head whose keys they hold: rows a step, stages of
-    the pipeline that loads them, and programs a multiprocessor."""
+    """How programs loop over the query rows of a head whose keys they hold: rows per step, warps,
+    stages of the pipeline that loads them, and programs per multiprocessor."""
 
     rows: int
     warps: int
@@ -72,8 +72,8 @@ def few_keys(
 
 
 def programs_a_head(blocks: int, heads: int, slots: int) -> int:
-    """Over how many programs a head's blocks of rows are dealt out, so that all heads are done in
-    the fewest steps when `slots` programs run at once. To start takes as long as a step."""
+    """Programs among which a head's blocks of rows are divided, for the fewest steps in total when
+    `slots` programs run at once. Starting a program takes as long as a step."""
 
     def steps(programs: int) -> int:
         waves = -(-heads * programs // slots)

@@ -1,4 +1,4 @@
-"""Flash-attention forward in Triton: one program a block of query rows, online softmax in fp32."""
+"""Flash-attention forward in Triton: a program per block of query rows, online softmax in fp32."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def attend(
                     m_s = m_s & (o_k[None, :] <= o_q[:, None])
                 b_s = tl.where(m_s, b_s, float("-inf"))
             b_new = tl.maximum(b_max, tl.max(b_s, 1))
-            # nothing seen yet: -inf minus -inf would be nan
+            # no key seen yet: -inf minus -inf would be nan
             b_ref = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_s = b_s - b_ref[:, None]
         if MASK == "float":
-            # natural units until here: finfo.min times log2(e) would be -inf, and a row masked
-            # by finfo.min alone is the mean of its values, as softmax makes it
+            # in natural units until here: finfo.min times log2(e) would be -inf, and softmax of a
+            # row masked by finfo.min alone is the mean of its values
             b_p = tl.exp2(b_s * LOG2E)
             b_decay = tl.exp2((b_max - b_ref) * LOG2E)
         else:
@@ -131,7 +131,7 @@ def attend(
     return b_out, b_max, b_sum
 
 
-# lengths and strides change from call to call: one kernel serves them all
+# lengths and strides vary between calls: one compiled kernel runs all of them
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_kernel(
     query,
@@ -184,7 +184,7 @@ def attention_kernel(
     i_bh = i_p // blocks
     i_q = i_p % blocks
     if CAUSAL:
-        # the last rows see the most keys: start them first, so that no long block is left over
+        # the last rows see the most keys: start them first, so that no long block runs last
         i_q = blocks - 1 - i_q
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)

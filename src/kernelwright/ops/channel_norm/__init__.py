@@ -1,7 +1,6 @@
-"""RMSNorm over the channels of a picture or video as convolutions hold it, and SiLU behind it.
+"""RMSNorm over the channels of an image or video [B, C, ...], optionally followed by SiLU.
 
-A step of VAEs rather than an op by itself: a norm that takes rows would have to move the channels
-to the end of memory and back.
+A step of VAEs, not a public op. The row kernel would need the channels last: two transposes.
 """
 
 from __future__ import annotations
@@ -10,26 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..folder import FolderKernels
+from ..folder_kernels import FolderKernels
 from ..op import Op
 from . import reference
 
 ACTIVATIONS = ("none", "silu")
-WIDEST = 1024  # channels that a program can hold
-
-
-def problem(x: Tensor) -> str | None:
-    """Why the kernel cannot read [B, C, *positions], or None if it can."""
-    if x.ndim < 3:
-        return f"it has {x.ndim} dimensions, expected a batch, channels and positions"
-    if x.shape[1] > WIDEST:
-        return f"it has {x.shape[1]} channels, the kernel holds {WIDEST}"
-    expected = 1
-    for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
-        if size > 1 and stride != expected:
-            return "the positions of a channel do not lie side by side in memory"
-        expected *= size
-    return None
 
 
 def _check(

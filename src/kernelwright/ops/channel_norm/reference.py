@@ -1,4 +1,4 @@
-"""RMSNorm over the channels of a picture or video, in plain PyTorch."""
+"""RMSNorm over the channels of an image or video, in plain PyTorch."""
 
 from __future__ import annotations
 

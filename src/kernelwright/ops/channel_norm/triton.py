@@ -1,5 +1,5 @@
-"""The norm over channels in Triton: a program holds all channels of some neighbouring positions,
-so it reads them once, in stretches of consecutive addresses."""
+"""The norm over channels in Triton: a program holds all channels of some neighbouring positions, so
+it reads them once, with coalesced loads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import triton.language as tl
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch
 from ..glu.triton import activate
-from . import problem
+from .limits import problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..op import Call
+    from ..plan import Call
 
 
 @triton.jit
 def of_channels(p, i_batch, o_c, m_c, batch, channel, ABSENT: tl.constexpr):
-    """A number for each channel [C, 1], or the one that leaves the formula as it is."""
+    """A value for each channel [C, 1]; ABSENT, the neutral element, if there is no tensor."""
     if p is not None:
         return tl.load(p + i_batch * batch + o_c * channel, mask=m_c, other=0.0).to(tl.float32)
     else:
@@ -66,7 +66,7 @@ def channel_norm_kernel(
     GROUP: tl.constexpr,
     ACT: tl.constexpr,
 ):
-    # positions and strides come in groups: so the compiler sees what they are multiples of
+    # positions and strides come in units of GROUP: the compiler sees what they are multiples of
     i = tl.program_id(0).to(tl.int64)
     i_batch = i // tiles
     o_p = (i % tiles * POSITIONS + tl.arange(0, POSITIONS))[None, :]
@@ -81,7 +81,7 @@ def channel_norm_kernel(
     b_shift = of_channels(shift, i_batch, o_c, m_c, shift_batch, shift_channel, 0.0)
 
     b_mean = tl.sum(b_x * b_x, 0) / C + eps
-    # one a position, so rounded well: what comes after it has errors of its own
+    # one value per position, so correct rounding is cheap; the later steps add errors of their own
     b_rstd = tl.div_rn(1.0 + 0.0 * b_mean, tl.sqrt_rn(b_mean))[None, :]
     b_y = b_x * b_rstd * b_weight * (1.0 + b_scale) + b_shift
     if ACT != "none":
@@ -98,7 +98,7 @@ FEWEST, MOST = 16, 32
 
 
 def tile_for(channels: int) -> tuple[int, int]:
-    """Positions of a program that holds a power of two of channels, and its warps."""
+    """Positions and warps of a program with this many channels, a power of two."""
     positions = max(FEWEST, min(MOST, ELEMENTS // channels))
     return positions, max(1, channels * positions // (32 * PER_THREAD))
 
@@ -139,7 +139,7 @@ def plan(call: Call) -> TritonLaunch:
 
 
 def _strides(t: Tensor | None) -> tuple[int, int]:
-    """From batch to batch and from channel to channel; 0 where there is only one."""
+    """Strides of batch and channel; 0 for a dimension of size 1."""
     if t is None:
         return 0, 0
     batch, channel = (s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True))

@@ -1,6 +1,6 @@
-"""Products in eight bits: float8 e4m3, with one scale for each row of either operand.
+"""fp8 (e4m3) GEMMs with one scale per row of each operand.
 
-Steps of a linear layer rather than ops by themselves: `quantize` makes rows, `quantize_weight` a
+Steps of a linear layer, not public ops: `quantize` quantises activations, `quantize_weight` a
 weight, `product` multiplies them. None has a gradient.
 """
 
@@ -11,13 +11,14 @@ import functools
 import torch
 from torch import Tensor
 
+from ...backends.torch_internals import scaled_mm
 from .. import checks
-from ..folder import FolderKernels
+from ..folder_kernels import FolderKernels
 from ..op import Op
 from . import reference
 from .reference import ACTIVATIONS, DTYPE
 
-MULTIPLE = 16  # of both widths of a weight, which the tensor cores ask for
+MULTIPLE = 16  # tensor cores need both sizes of a weight to be multiples of it
 
 
 def quantize(
@@ -28,8 +29,8 @@ def quantize(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """act(x) * up in eight bits [..., K], and the scale of each row [..., 1] in float32. With
-    `left` [..., L] the rows are [..., L + K]: left as it is, and the other behind it.
+    """act(x) * up in fp8 [..., K], and the scale of each row [..., 1] in float32. With `left`
+    [..., L] the rows are the concatenation [left, act(x) * up], [..., L + K].
 
     >>> rows, scale = quantize(torch.tensor([[1.0, -2.0]]))
     >>> rows.float() * scale
@@ -39,7 +40,7 @@ def quantize(
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N, K] in eight bits, and the scale of each of its rows [N, 1]."""
+    """A weight [N, K] in fp8, and the scale of each of its rows [N, 1]."""
     return reference.quantize(weight.detach())
 
 
@@ -51,11 +52,11 @@ def product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(rows * scale) @ (weight * weight_scale)^T + bias: [..., K] -> [..., N] in `dtype`. Where
-    `problem` names one, it is emulated in float32."""
+    """(rows * scale) @ (weight * weight_scale)^T + bias: [..., K] -> [..., N] in `dtype`. Emulated
+    in float32 where `problem` returns a reason."""
     if not rows.numel() or problem(rows.device, dtype, weight.shape, bias):
         return reference.product(rows, scale, weight, weight_scale, bias, dtype)
-    out = torch._scaled_mm(
+    out = scaled_mm(
         rows.view(-1, rows.shape[-1]),
         weight.t(),
         scale_a=scale.view(-1, 1),
@@ -70,7 +71,7 @@ def product(
 def problem(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, bias: Tensor | None
 ) -> str | None:
-    """Why tensor cores cannot multiply with a weight of this shape, or None if they can."""
+    """Why tensor cores cannot run the GEMM with a weight of this shape, or None if they can."""
     if device.type != "cuda":
         return f"tensors are on {device.type}, it needs a CUDA GPU"
     if no := unsupported(device.index or 0):
@@ -86,7 +87,7 @@ def problem(
 
 @functools.lru_cache
 def unsupported(device: int) -> str | None:
-    """Why a GPU has no products in eight bits, or None if it has."""
+    """Why a GPU has no fp8 GEMM, or None if it has."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) >= (8, 9):
         return None

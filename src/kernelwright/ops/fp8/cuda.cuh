@@ -1,4 +1,4 @@
-// act(x) * up in eight bits, behind `left`, which stays as it is; one scale for the whole row.
+// Quantises the concatenation [left, act(x) * up] to fp8, with one scale per row.
 #pragma once
 #include "ops/glu/cuda.cuh"
 #include "ops/row/eight.cuh"
@@ -16,8 +16,8 @@ struct Unchanged {
   static __device__ __forceinline__ float of(float x) { return x; }
 };
 
-// The tanh of the special function unit is off by up to 2^-11, where eight bits keep 2^-4: half of
-// what the exponential and the division take.
+// The tanh of the special function unit has an error of up to 2^-11, fp8 one of 2^-4. It takes half
+// the time of exponential and division.
 __device__ __forceinline__ float near_tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,4 +1,4 @@
-"""Launch choices of the CUDA kernel that makes rows of eight bits."""
+"""Launch choices of the CUDA kernel that quantises rows to fp8."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
-from ..row import check_eight_bits
+from ..row.call import check_fp8
 from ..rows import rows_of, vector_width
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 ACTIVATIONS = {
     "none": "Unchanged",
@@ -20,7 +20,7 @@ ACTIVATIONS = {
 }
 # Elements that a thread holds, in float32. On H200, us for 16, 32, 48: with GELU 37.8, 34.0, 37.0
 # at 5376x8192 and 50.8, 42.3, 47.3 at 4608x12288, SwiGLU 78.0, 70.5, 92.5 at 4096x14336; but GELU
-# 230, 243, 221 at 32760x8960, and 63.5, 56.8, 51.3 for joined rows of 3072 and 12288.
+# 230, 243, 221 at 32760x8960, and 63.5, 56.8, 51.3 for concatenated rows of 3072 and 12288.
 EACH, EACH_WIDE, WIDE = 32, 48, 8192
 MOST = 64
 WARP, BLOCK, MAX_THREADS = 32, 128, 1024
@@ -28,7 +28,7 @@ WARP, BLOCK, MAX_THREADS = 32, 128, 1024
 
 def plan(call: Call) -> CudaLaunch:
     x, up, left, out = (call[n] for n in ("x", "up", "left", "out"))
-    check_eight_bits(call)
+    check_fp8(call)
     width, left_width = x.shape[-1], 0 if left is None else left.shape[-1]
     if not width or (left is not None and not left_width):
         raise Unsupported("a part of its rows is empty")
@@ -56,7 +56,7 @@ def plan(call: Call) -> CudaLaunch:
 
 
 def _threads(width: int, gated: bool) -> int:
-    """Whole warps that share a row."""
+    """Threads that share a row: whole warps."""
     each = EACH_WIDE if width > WIDE and width % 4096 and not gated else EACH
     threads = min(MAX_THREADS, WARP * -(-width // (WARP * each)))
     if width > threads * MOST:

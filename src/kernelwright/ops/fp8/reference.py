@@ -1,4 +1,4 @@
-"""Rows in eight bits, and the product of such rows, in plain PyTorch."""
+"""fp8 quantisation and the fp8 GEMM in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ACTIVATIONS = {
 def quantize(
     x: Tensor, up: Tensor | None = None, activation: str = "none", left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """act(x) * up, behind `left`, in eight bits, and what to multiply each row with: [..., K] ->
-    [..., 1]. The largest element of a row becomes the largest number there is."""
+    """[left, act(x) * up] in fp8 [..., L + K], and the scale of each row [..., 1]. The largest
+    element of a row becomes the largest fp8 value."""
     y = ACTIVATIONS[activation](x.float())
     if up is not None:
         y = y * up.float()
@@ -29,7 +29,7 @@ def quantize(
         y = torch.cat([left.float(), y], -1)
     largest = y.abs().amax(-1, keepdim=True) if y.shape[-1] else y.new_zeros(*y.shape[:-1], 1)
     largest = torch.where(largest == 0, LARGEST, largest)
-    # written so that CPU and GPU round alike: a number over a tensor is not the same on both
+    # reciprocal() rounds alike on CPU and GPU; LARGEST / largest does not
     return (y * (largest.reciprocal() * LARGEST)).to(DTYPE), largest * (1 / LARGEST)
 
 

@@ -1,8 +1,7 @@
-"""The rows before a linear layer in 16 bits, and in the same pass in eight.
+"""Norms and residuals before a linear layer that also write their result in fp8, in one pass.
 
-The eight-bit rows are those that `quantize` makes of the 16-bit ones. Where they are not `wanted`
-they stay empty and the same kernel runs without them, so the 16-bit rows have the same bits either
-way. None has a gradient.
+The fp8 output equals `quantize` of the 16-bit output. Where it is not `wanted` it is empty and the
+same kernel runs without it, so the 16-bit output has the same bits either way. None has a gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows in eight bits: a program reads its rows once.
+"""fp8 quantisation of rows in Triton: a program reads its rows once.
 
-As in the row kernel, a row is a head of the largest power of two and a tail of what is left. The
-left part of a joined row is a block of its own, under the same scale.
+As in the row kernel, a row is a head of the largest power of two and a tail with the rest. The
+`left` part of a concatenated row is a block of its own, with the same scale.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton.language as tl
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch
 from ..glu.triton import activate
-from ..row import check_eight_bits
-from ..row.triton import eight_bit_scales, head_and_tail, load, locate, place
+from ..row.call import check_fp8
+from ..row.triton import fp8_scales, head_and_tail, load, locate, place
 from ..rows import rows_of
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 WIDEST = 32768
 
@@ -99,7 +99,7 @@ def quantize_kernel(
         b_l = load(left, o_left, o_l, m_l)
         b_largest = tl.maximum(b_largest, largest(b_l))
 
-    b_in, b_out = eight_bit_scales(b_largest)
+    b_in, b_out = fp8_scales(b_largest)
     write(p_y + LEFT, b_h, b_in, o_h, m_h)
     if TAIL > 0:
         write(p_y + LEFT, b_t, b_in, o_t, m_t)
@@ -108,12 +108,12 @@ def quantize_kernel(
     tl.store(scale + i_row, b_out, mask=i_row < rows)
 
 
-# elements of a program that takes several rows, and those of a thread. Tuned on H200, us for 4, 8
-# and 16 warps, with GELU: 39.8, 38.0, 42.2 at 5376x8192 and 55.4, 51.8, 75.6 at 4608x12288; joined
-# rows of 3072 and 12288 72.7 for 8, 107 for 16. Without it 12.8 for 2, 13.1 for 4 at 4608x3072. For
-# two operands 16 warps: 86.1 against 89.5 for SwiGLU at 4096x14336.
+# Elements of a program with several rows, and of a thread. Tuned on H200, us for 4, 8 and 16 warps,
+# with GELU: 39.8, 38.0, 42.2 at 5376x8192 and 55.4, 51.8, 75.6 at 4608x12288; concatenated rows of
+# 3072 and 12288 72.7 for 8, 107 for 16. Without it 12.8 for 2, 13.1 for 4 at 4608x3072. With two
+# operands 16 warps: 86.1 against 89.5 for SwiGLU at 4096x14336.
 NARROW, PER_THREAD, MAX_WARPS = 2048, 32, 8
-MOST = 64  # elements of a thread: more would spill
+MOST = 64  # elements per thread: more would spill registers
 
 
 def plan(call: Call) -> TritonLaunch:
@@ -123,7 +123,7 @@ def plan(call: Call) -> TritonLaunch:
         raise Unsupported(f"rows of {out.shape[-1]} elements, the kernel holds {WIDEST}")
     if not width or (left is not None and not left_width):
         raise Unsupported("a part of its rows is empty")
-    check_eight_bits(call)
+    check_fp8(call)
     rows = rows_of(out.shape, [x, up, left, out])
     sizes, strides = rows.padded()
     head, tail = head_and_tail(width)

@@ -1,4 +1,4 @@
-"""Shapes of GELU: the middle of the feed-forward layers of the models, and odd small ones."""
+"""Shapes of GELU: the hidden layers of the models' feed-forwards, and odd small ones."""
 
 from __future__ import annotations
 

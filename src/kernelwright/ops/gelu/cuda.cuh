@@ -1,4 +1,4 @@
-// GELU: y = 0.5 x (1 + f(x)), where f is odd: erf(x / sqrt(2)), or a tanh near it.
+// GELU: y = 0.5 x (1 + f(x)), where f is odd: erf(x / sqrt(2)), or its tanh approximation.
 #pragma once
 #include "ops/glu/cuda.cuh"
 
@@ -11,7 +11,7 @@ struct GeluArgs {
   Rows rows;
 };
 
-// One vector a thread, computed. N: width of a row.
+// One vector per thread, computed without a table. N: width of a row.
 template <class X, int N, int V, int BLOCK, int DIMS, class Act>
 __device__ __forceinline__ void gelu(const GeluArgs& args) {
   constexpr unsigned VECTORS = N / V;
@@ -37,10 +37,10 @@ template <class Act> struct Halves {
     for (unsigned i = thread; i < SIZE; i += threads)
       entry[i] = i ? 0.5f * Act::odd(__uint_as_float((BELOW + i) << 16)) : 0.f;
   }
-  // y before it is rounded; NaN takes the first entry and stays NaN in the product
+  // y before rounding; NaN takes the first entry and stays NaN in the multiplication
   __device__ __forceinline__ float of(float x) const {
     const float near = fminf(fmaxf(fabsf(x), __uint_as_float(BELOW << 16)), __uint_as_float(LAST << 16));
-    // as bytes: near has 16 zeros at its end, so a shift is all it takes
+    // an offset in bytes: the low 16 bits of `near` are zero, so one shift is enough
     const unsigned bytes = (__float_as_uint(near) >> 14) - BELOW * sizeof(float);
     const float half_f = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(entry) + bytes);
     return x * (0.5f + copysignf(half_f, x));
@@ -50,8 +50,8 @@ template <class Act> struct Halves {
   }
 };
 
-// As many blocks as the GPU holds at once go over all vectors of eight; a thread loads AHEAD of them
-// before it looks the first one up. Fewer than 2^31 vectors.
+// As many blocks as the GPU holds at once loop over all vectors of eight; a thread loads AHEAD of
+// them before it looks up the first. Fewer than 2^31 vectors.
 template <class X, int N, int BLOCK, int AHEAD, int DIMS, class Act>
 __device__ __forceinline__ void gelu_table(const GeluArgs& args) {
   static_assert(same<X, bfloat16>, "float16 has too many magnitudes for a table");

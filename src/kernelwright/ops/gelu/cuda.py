@@ -10,14 +10,14 @@ from ...backends.cuda import TYPES, CudaLaunch
 from ..rows import rows_of, vector_width
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 BLOCK = 256
-# The kernel with a table: threads a block, blocks a multiprocessor, and vectors a thread loads at
-# once. 5376 x 8192 bfloat16 on an H200, us: 46.0, with 4 vectors 49.7, with 1024 threads or 4
-# blocks 48.5 and more; F.gelu 50.0, its arithmetic here 51.7, a copy 43.1.
+# The kernel with a table: threads per block, blocks per multiprocessor, and vectors that a thread
+# loads at once. 5376 x 8192 bfloat16 on an H200, us: 46.0; with 4 vectors 49.7, with 1024 threads
+# or 4 blocks 48.5 and more; F.gelu 50.0, its arithmetic in this kernel 51.7, a copy 43.1.
 TABLE_BLOCK, RESIDENT, AHEAD = 512, 2, 2
-# below so many elements the entries of the table cost more than they save
+# with fewer elements, computing the table costs more than it saves
 TABLE_ELEMENTS = 1 << 21
 
 

@@ -1,4 +1,4 @@
-"""GELU in Triton: a program takes a stretch of one row, or several short rows."""
+"""GELU in Triton: a program takes a segment of one row, or several short rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..row.triton import locate, place
 from ..rows import rows_of
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 
 @triton.jit(do_not_specialize=["rows", "n_middle", "n_inner"])
@@ -35,11 +35,11 @@ def gelu_kernel(
     DIMS: tl.constexpr,
     ACT: tl.constexpr,
 ):
-    STRETCHES: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    SEGMENTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     i = tl.program_id(0).to(tl.int64)
-    i_row = i // STRETCHES * ROWS + tl.arange(0, ROWS)
+    i_row = i // SEGMENTS * ROWS + tl.arange(0, ROWS)
     i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
-    o_n = (i % STRETCHES * BLOCK + tl.arange(0, BLOCK))[None, :]
+    o_n = (i % SEGMENTS * BLOCK + tl.arange(0, BLOCK))[None, :]
     m = (i_row < rows)[:, None] & (o_n < H)
     p_x = x + place(i_outer, i_middle, i_inner, x_outer, x_middle, x_inner, DIMS) + o_n
     b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Gated linear units: one tensor activated, times another, or the two halves of a projection."""
+"""Gated linear units: act(a) * b of two tensors, or of the two halves of one projection."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def silu_mul(
     exact: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """y = SiLU(gate) * up, as Llama and its kin join their two projections.
+    """y = SiLU(gate) * up, as Llama and similar models join their two projections.
 
     Args:
         gate, up: [..., H], one dtype.

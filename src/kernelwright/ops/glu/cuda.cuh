@@ -12,8 +12,8 @@ struct GluArgs {
   Rows rows;
 };
 
-// x / (1 + exp(-z)); FAST is within two units of float32's last place for the z that matter to a
-// 16-bit result, the other is what PyTorch computes
+// x / (1 + exp(-z)); FAST is within two ulp of float32 for every z that matters to a 16-bit result,
+// otherwise it is PyTorch's computation
 template <bool FAST> __device__ __forceinline__ float logistic(float x, float z) {
   return FAST ? __fdividef(x, 1.f + __expf(-z)) : x / (1.f + expf(-z));
 }
@@ -22,8 +22,8 @@ template <bool FAST> struct Silu {
   static __device__ __forceinline__ float of(float x) { return logistic<FAST>(x, x); }
 };
 
-// GELU is 0.5 x (1 + odd(x)). FAST takes 0.5 x (1 + tanh(u)) as x / (1 + exp(-2u)), without the
-// cancellation; the other is what PyTorch computes.
+// GELU is 0.5 x (1 + odd(x)). FAST computes 0.5 x (1 + tanh(u)) as x / (1 + exp(-2u)), without the
+// cancellation; otherwise it is PyTorch's computation.
 template <bool FAST> struct GeluTanh {
   static __device__ __forceinline__ float inner(float x) {
     constexpr float BETA = 1.41421356237309504880 * 1.12837916709551257390 * 0.5, KAPPA = 0.044715;
@@ -45,7 +45,7 @@ template <bool FAST> struct GeluErf {
   static __device__ __forceinline__ float of(float x) { return x * 0.5f * (1.f + odd(x)); }
 };
 
-// H: width of a row of a, b and y. A, B: where a and b begin in the rows they are given in.
+// H: width of a row of a, b and y. A, B: offsets of a and b in the rows of their tensors.
 template <class X, int H, int V, int BLOCK, int DIMS, int A, int B, class Act, class Round>
 __device__ __forceinline__ void glu(const GluArgs& args) {
   constexpr unsigned VECTORS = H / V;

@@ -1,4 +1,4 @@
-"""The gated-unit kernel in Triton: a program takes a stretch of one row."""
+"""The gated-unit kernel in Triton: a program takes a segment of one row, or several short rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton.language as tl
 from ...backends.triton import TritonLaunch
 from ..row.triton import locate, place
 from ..rows import rows_of
+from .call import GluCall
 
 if TYPE_CHECKING:
-    from ..op import Call
-    from .kernel import GluKernel
+    from ..plan import Call
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def activate(b_a, ACT: tl.constexpr):
     if ACT == "silu":
         return b_a * tl.sigmoid(b_a)
     elif ACT == "gelu_tanh":
-        # 0.5 x (1 + tanh(u)) is x sigmoid(2u), without the cancellation
+        # 0.5 x (1 + tanh(u)) = x sigmoid(2u), without the cancellation
         return b_a * tl.sigmoid(1.5957691216057308 * (b_a + 0.044715 * b_a * b_a * b_a))
     else:
         return b_a * 0.5 * (1.0 + tl.erf(b_a * 0.7071067811865476))
@@ -52,11 +52,11 @@ def glu_kernel(
     B: tl.constexpr,
     ACT: tl.constexpr,
 ):
-    STRETCHES: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    SEGMENTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     i = tl.program_id(0).to(tl.int64)
-    i_row = i // STRETCHES * ROWS + tl.arange(0, ROWS)
+    i_row = i // SEGMENTS * ROWS + tl.arange(0, ROWS)
     i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
-    o_n = (i % STRETCHES * BLOCK + tl.arange(0, BLOCK))[None, :]
+    o_n = (i % SEGMENTS * BLOCK + tl.arange(0, BLOCK))[None, :]
     m = (i_row < rows)[:, None] & (o_n < H)
     p_a = a + place(i_outer, i_middle, i_inner, a_outer, a_middle, a_inner, DIMS) + A + o_n
     p_b = b + place(i_outer, i_middle, i_inner, b_outer, b_middle, b_inner, DIMS) + B + o_n
@@ -67,30 +67,30 @@ def glu_kernel(
     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m)
 
 
-# a program's elements; widths of models are multiples of one of these, so nothing is masked
-STRETCH = 2048
+# elements of a program, halved down to 512 until they divide the width: models need no mask
+SEGMENT = 2048
 
 
 def tile_for(rows: int, width: int) -> tuple[int, int]:
-    """Rows of a program, and how much of each: one stretch, or several rows that are short."""
-    block = min(STRETCH, triton.next_power_of_2(width))
+    """Rows per program and elements of each: a segment of one row, or several short rows."""
+    block = min(SEGMENT, triton.next_power_of_2(width))
     while block > 512 and width % block:
         block //= 2
     if width > block:
         return 1, block
-    return max(1, min(STRETCH // block, triton.next_power_of_2(rows))), block
+    return max(1, min(SEGMENT // block, triton.next_power_of_2(rows))), block
 
 
-def plan(unit: GluKernel, call: Call) -> TritonLaunch:
-    rows = rows_of(call["out"].shape, [call[n] for n in unit.pointers])
+def plan(glu: GluCall, call: Call) -> TritonLaunch:
+    rows = rows_of(call["out"].shape, [call[n] for n in glu.pointers])
     sizes, strides = rows.padded()
     width = call["out"].shape[-1]
-    a, b = unit.offsets(call)
+    a, b = glu.offsets
     tile, block = tile_for(rows.count, width)
     return TritonLaunch(
         kernel=glu_kernel,
         grid=(triton.cdiv(rows.count, tile) * triton.cdiv(width, block),),
-        pointers=unit.pointers,
+        pointers=glu.pointers,
         scalars=(rows.count, sizes[1], sizes[2], *(s for p in strides for s in p[:2])),
         constants={
             "a_inner": strides[0][2],
@@ -102,7 +102,7 @@ def plan(unit: GluKernel, call: Call) -> TritonLaunch:
             "DIMS": len(rows.sizes),
             "A": a,
             "B": b,
-            "ACT": unit.function(call),
+            "ACT": glu.function,
         },
         num_warps=4,
         alignment=min(16, call.alignment),

@@ -1,4 +1,4 @@
-"""Linear + GELU, with the activation in the matrix product's epilogue where cuBLASLt has one."""
+"""Linear + GELU, with GELU in the epilogue of cuBLASLt's GEMM where that is faster."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...backends.torch_internals import mark_constant
 from .. import checks, selection
+from ..composite import Composite
 from ..gelu import GELU
-from ..op import MAX_PLANS, Composite
+from ..plan_cache import PlanCache, remember
 from ..transforms import refuse_kernels, transformed
-from . import algorithms, cases, reference, whole
+from . import algorithms, cases, compiled_chain, reference
 
 __all__ = ["linear_gelu"]
 BACKENDS = ("auto", "torch", "cublaslt")
@@ -35,11 +37,10 @@ def linear_gelu(
         weight: [N, K], as in torch.nn.Linear, in the dtype of x.
         bias: [N] or None, in the dtype of x.
         approximate: the tanh form of GELU; False for the erf form.
-        exact: "torch" is F.gelu(F.linear(x, weight, bias)) itself. The epilogue skips its rounding
+        exact: "torch" is F.gelu(F.linear(x, weight, bias)) itself. The epilogue does not round
             between the two.
         backend: "torch" or "cublaslt" (the epilogue); None takes the one of `use_backend`, or the
-            epilogue where it is faster, and elsewhere F.linear and `gelu`. A named one runs or
-            raises.
+            epilogue where it is faster, else F.linear and `gelu`. A named one runs or raises.
 
     >>> linear_gelu(torch.ones(1, 2), torch.tensor([[0.5, 0.5]]), torch.zeros(1))
     tensor([[0.8412]])
@@ -49,7 +50,7 @@ def linear_gelu(
     if exact is not None:
         checks.choice("linear_gelu", "exact", exact, ("torch",))
         backend = "torch"
-    # autocast casts what F.linear is given
+    # autocast casts the arguments of F.linear
     mixed = (
         isinstance(x, Tensor)
         and (x.is_cuda or x.is_cpu)
@@ -63,14 +64,14 @@ def linear_gelu(
     if fused(x, weight, bias, approximate, backend, mixed):
         return algorithms.linear(x, weight, bias, gelu=True)
     if torch.compiler.is_compiling() and not mixed:
-        return whole.node(x, weight, bias, approximate)
+        return compiled_chain.node(x, weight, bias, approximate)
     try:
         if backend == "torch" or mixed or _recording(x, weight, bias):
             return reference.linear_gelu(x, weight, bias, approximate)
-        # the bits of the eager chain, which a graph keeps whole
+        # the bits of the eager chain, which compiled graphs have as one node
         return GELU(F.linear(x, weight, bias), approximate, exact="torch", backend="auto")
     except (RuntimeError, TypeError):
-        # a choice is kept by shape and strides, which a tensor of another layout may share
+        # a cached choice goes by shape and strides, which a tensor of another layout may share
         _check(x, weight, bias, approximate, backend, mixed)
         raise
 
@@ -78,7 +79,7 @@ def linear_gelu(
 def _kept(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: bool, backend: str, mixed: bool
 ) -> bool:
-    """Whether the epilogue takes a call, kept by all that decides it: checks run once."""
+    """Whether the epilogue runs a call, cached by everything that decides it: checks run once."""
     grad = torch.is_grad_enabled()
     try:
         signature = (
@@ -97,18 +98,16 @@ def _kept(
         )
         fused = _choices.get(signature)
     except (AttributeError, RuntimeError, TypeError):
-        # no tensor, one without strides, an unhashable value: the checks name the argument
+        # not a tensor, no strides, or unhashable: the checks raise an error that names the argument
         _check(x, weight, bias, approximate, backend, mixed)
         raise
     if fused is None:
         fused = _checked(x, weight, bias, approximate, backend, mixed)
-        if len(_choices) >= MAX_PLANS:
-            _choices.clear()
-        _choices[signature] = fused
+        remember(_choices, signature, fused)
     return fused
 
 
-_choices: dict[Any, bool] = {}
+_choices: PlanCache[bool] = {}
 
 
 def _checked(
@@ -129,7 +128,7 @@ def _problem(
 ) -> str | None:
     """Why the epilogue cannot compute this, or None if it can."""
     if not x.is_cuda:
-        # off CUDA the same PyTorch function is the erf form
+        # torch._addmm_activation on other devices is the erf form
         return f"tensors are on {x.device.type}, it needs a CUDA GPU"
     if not approximate:
         return "its GELU is the tanh form, and approximate is False"
@@ -149,18 +148,18 @@ def _problem(
 
 
 def _recording(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is done to these."""
+    """Whether autograd records ops on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _negative(*tensors: Tensor | None) -> bool:
-    """Whether one of them is a view with the sign of its memory turned."""
-    if torch.compiler.is_compiling():  # it cannot ask, and its nodes turn it themselves
+    """Whether one of them is a negative view (its is_neg() is True)."""
+    if torch.compiler.is_compiling():  # is_neg cannot be traced, and nodes of a graph resolve it
         return False
     return any(t is not None and t.is_neg() for t in tensors)
 
 
-@selection.given
+@mark_constant
 def _faster(device: int) -> bool:
     """5376 x 2048 x 8192 on an H200: 254 us, against 291 for Linear then GELU. On sm_120 cuBLASLt
     takes a slow kernel: 296 against 236 for 512 x 3072 x 12288 on an RTX 5090 (sglang 34350)."""
@@ -171,7 +170,7 @@ _capability = functools.lru_cache(torch.cuda.get_device_capability)
 
 
 def choose_for(device: torch.device, dtype: torch.dtype) -> selection.Choice:
-    """What a call without gradients takes, with bias and the tanh form."""
+    """The backend of a call without gradients, with bias and the tanh form."""
     half = dtype in (torch.float16, torch.bfloat16)
     if device.type == "cuda" and half and _faster(device.index or 0):
         return selection.Choice("cublaslt", "GELU in the epilogue of the matrix product")

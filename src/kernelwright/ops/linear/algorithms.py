@@ -1,12 +1,12 @@
-"""F.linear, bit for bit, by the algorithm of cuBLASLt that was fastest when it was first asked; and
-the same with GELU in its epilogue.
+"""F.linear, bit for bit, by the cuBLASLt algorithm that was fastest on the first call; optionally
+with GELU in its epilogue.
 
-PyTorch takes the algorithm that cuBLASLt names first. Where a GPU is at the limit of its power that
-is not always the fastest: gate and up of Llama-3-8B as one product (4096 x 4096 to 28672, bfloat16)
-took 1482 us on an H200, and 1366 by another of the 8 that it names, with the same bits; see
-`configurations` for those that it does not.
+PyTorch takes the first algorithm that cuBLASLt's heuristic returns. On a GPU at its power limit
+that is not always the fastest: gate and up of Llama-3-8B as one GEMM (4096 x 4096 to 28672,
+bfloat16) took 1482 us on an H200, and 1366 by another of the 8 it returns, with the same bits. See
+`configurations` for algorithms that it does not return.
 
-KERNELWRIGHT_CUBLASLT=0 in the environment leaves every product to PyTorch.
+KERNELWRIGHT_CUBLASLT=0 in the environment leaves every GEMM to PyTorch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from ...backends import torch_internals
 from .. import selection
-from ..signature import PLAIN
+from ..plan_cache import PLAIN
 from . import choosing
 from .choosing import MISALIGNED, Decision, aligned, choose
 from .plain import plain
 
-# about 40 us on an H200 at 600 TFLOP/s. of a shorter product 2% is less than a microsecond, and its
-# launch weighs as much as the choice of its algorithm
+# about 40 us on an H200 at 600 TFLOP/s. 2% of a shorter GEMM is less than a microsecond, and its
+# launch costs as much as a better algorithm saves
 LEAST_FLOP = 2**34.5
-# to choose takes some 30 products: with ever new sequence lengths it would never pay
+# a choice costs some 30 GEMMs: with ever new sequence lengths it would never pay off
 MAX_DECISIONS = 256
-
-# absent from a build for the CPU
-_tunes = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
 
 _decisions: dict[Any, Decision] = {}
 _choosing = threading.Lock()
@@ -46,7 +43,7 @@ _on = ContextVar("kernelwright_cublaslt", default=os.environ.get("KERNELWRIGHT_C
 
 
 class _Thread(threading.local):
-    """cuBLASLt runs in a thread that has a CUDA context; F.linear gives it one."""
+    """cuBLASLt needs a CUDA context in the calling thread; a first F.linear creates it."""
 
     ready = False
 
@@ -56,22 +53,22 @@ _thread = _Thread()
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
     """y = x @ weight^T + bias: F.linear(x, weight, bias), bit for bit, by the algorithm that was
-    fastest when it was first asked.
+    fastest on the first call.
 
     Args:
         x: [..., K].
         weight: [N, K].
         bias: [N] or None.
-        gelu: its tanh form in the epilogue, as torch._addmm_activation has it; with a bias.
+        gelu: the tanh form of GELU in the epilogue, as in torch._addmm_activation; needs a bias.
 
-    The first large product of a signature on a GPU of capability 9.0, in float16 or bfloat16, tries
-    all algorithms on its data and takes some 10 to 60 ms. Everything else is F.linear itself:
-    small products, other GPUs, gradients, autocast, torch.compile, a graph that is being captured.
+    The first large GEMM of a signature on a GPU of capability 9.0, in float16 or bfloat16, tries
+    all algorithms on its data and takes some 10 to 60 ms. Everything else is F.linear itself: small
+    GEMMs, other GPUs, gradients, autocast, torch.compile, a CUDA graph that is being captured.
 
     >>> linear(torch.ones(1, 2), torch.tensor([[0.5, 0.25]]))
     tensor([[0.7500]])
     """
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state()
+    traced = torch.compiler.is_compiling() or torch_internals.in_jit_trace()
     if traced or not _may_choose(x, weight, bias):
         return plain(x, weight, bias, gelu)
     try:
@@ -80,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = F
             (weight.shape, weight.stride(), weight.dtype, weight.device),
             bias is not None and (bias.shape, bias.stride(), bias.dtype, bias.device),
             gelu,
-            settings(),
+            torch_internals.gemm_switches(),
         )
     except RuntimeError:  # a nested tensor
         return plain(x, weight, bias, gelu)
@@ -101,23 +98,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = F
     return plain(x, weight, bias, gelu)
 
 
-def settings() -> tuple[Any, ...]:
-    """What a person may set that decides how products in 16 bits are summed."""
-    state: Any = torch._C
-    return (
-        state._get_cublas_allow_fp16_accumulation(),
-        state._get_cublas_allow_fp16_reduced_precision_reduction(),
-        state._get_cublas_allow_bf16_reduced_precision_reduction(),
-        state._get_blas_preferred_backend().value,  # the enumeration itself is slow to hash
-        state._get_deterministic_algorithms(),
-        state._get_sm_carveout_experimental(),
-        _tunes(),
-    )
-
-
 @contextmanager
 def use_algorithms(on: bool) -> Iterator[None]:
-    """Whether `linear` may take another algorithm than PyTorch's in the block."""
+    """Whether `linear` may take another algorithm than PyTorch's inside the block."""
     token = _on.set(on)
     try:
         yield
@@ -126,12 +109,12 @@ def use_algorithms(on: bool) -> Iterator[None]:
 
 
 def decisions() -> list[Decision]:
-    """What was decided so far, a product each."""
+    """The decisions so far, one per signature."""
     return list(_decisions.values())
 
 
 def describe() -> str:
-    """One line: how many products run by another algorithm, how much faster, and why not all."""
+    """One line: how many GEMMs run by another algorithm, how much faster, and why others do not."""
     made = decisions()
     if not made:
         return "no product was large enough to choose an algorithm for"
@@ -146,8 +129,8 @@ def describe() -> str:
 
 
 def unnamed(device: torch.device) -> str:
-    """One line: whether configurations that cuBLASLt does not name by itself are tried on this GPU,
-    and why not."""
+    """One line: whether configurations that cuBLASLt's heuristic does not return are tried on this
+    GPU, and why not."""
     if not _on.get():
         why: str | None = "KERNELWRIGHT_CUBLASLT=0 leaves products to PyTorch"
     elif not serves(device):
@@ -159,13 +142,13 @@ def unnamed(device: torch.device) -> str:
 
 
 def forget() -> None:
-    """Choose anew from here on."""
+    """Forget all decisions and choose again."""
     _decisions.clear()
     choosing.forget()
 
 
 def _may_choose(x: Any, weight: Any, bias: Any) -> bool:
-    """Whether this call may go another way than through PyTorch, whatever its layout."""
+    """Whether this call may bypass F.linear, as far as can be said without its layout."""
     return (
         type(x) in PLAIN
         and type(weight) in PLAIN
@@ -186,32 +169,31 @@ def _needs_grad(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _watched() -> bool:
-    """Whether somebody would miss F.linear."""
-    state = torch._C
+    """Whether a mode, autocast, torch.func or forward-mode AD has to see F.linear."""
     return bool(
-        state._len_torch_dispatch_stack()
-        or state._len_torch_function_stack()
-        or state._is_any_autocast_enabled()
-        or state._functorch.peek_interpreter_stack()
-        or forward_ad._current_level >= 0
+        torch_internals.dispatch_modes()
+        or torch_internals.function_modes()
+        or torch_internals.any_autocast()
+        or torch_internals.in_functorch()
+        or torch_internals.in_forward_ad()
     )
 
 
 @functools.cache
 def serves(device: torch.device) -> bool:
-    """GPUs on which it was measured."""
+    """Whether this is a GPU of the kind that was measured."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _first(key: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    """PyTorch's way, and then all others beside it, unless this is not the time for that."""
+    """Run F.linear; then time cuBLASLt's algorithms, unless capturing, misaligned or full."""
     expected = plain(x, weight, bias, gelu)
     _thread.ready = True
     full = len(_decisions) >= MAX_DECISIONS
     if full or not aligned(x, weight, bias) or torch.cuda.is_current_stream_capturing():
         return expected
-    # another thread that asks meanwhile has its result already
+    # only one thread chooses; the others return PyTorch's result
     if _choosing.acquire(blocking=False):
         try:
             if key not in _decisions:

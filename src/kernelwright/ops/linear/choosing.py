@@ -1,4 +1,4 @@
-"""The fastest algorithm of cuBLASLt that gives PyTorch's bits, found out on a call's own data."""
+"""Finds the fastest cuBLASLt algorithm that gives PyTorch's bits, on a call's own data."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.torch_internals import raw_stream as _stream
 from . import configurations
 from .cublaslt import ALIGNMENT, TYPES, Algorithm, Found, Library, Product, Refused, Shape, load
 from .plain import plain_into
 
-# a person who waits for a first result does not notice so much, ten or twenty times over
+# the time to spend on one choice: ten or twenty of them delay a first result unnoticeably
 MICROSECONDS = 60_000
 ROUNDS, LEAST_ROUNDS = 5, 3
-# less is within what two readings of one algorithm differ by
+# smaller gains are within the noise of two readings of one algorithm
 GAIN = 1.02
-# of the elements of an operand at least so many are not zero, or it could not tell two orders of
-# summing apart
+# an operand with a smaller share of non-zeros cannot distinguish summation orders
 TELLING = 1 / 16
-SAMPLE = 1024  # rows of an operand of which that is asked
-PIECE = 2**26  # elements that are compared at a time
+SAMPLE = 1024  # rows in which non-zeros are counted
+PIECE = 2**26  # elements that are compared at once
 ROW_BYTES = 16
 MISALIGNED = -1
 
-_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-
 
 class Way:
-    """An algorithm for all products of one signature."""
+    """An algorithm for all GEMMs of one signature."""
 
     def __init__(self, algorithm: Algorithm, x: Tensor, weight: Tensor) -> None:
         shape = (*x.shape[:-1], weight.shape[0])
         strides = torch.empty(shape, device="meta").stride()
-        # torch.empty takes half as long again
+        # torch.empty takes 1.5 times as long
         make = torch.empty_strided
         self.room = functools.partial(make, shape, strides, dtype=x.dtype, device=x.device)
         self.found = algorithm.found
@@ -48,8 +46,8 @@ class Way:
         self._one_gpu = torch.cuda.device_count() <= 1
 
     def into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
-        """Start the product; returns cuBLASLt's status, 0 for success."""
-        # given back at once: what is allocated next runs behind this on the same stream
+        """Launch the GEMM; returns cuBLASLt's status, 0 for success."""
+        # freed on return: whatever reuses the memory runs after this on the same stream
         room = x.new_empty(self._workspace, dtype=torch.uint8) if self._workspace else None
         x_at, weight_at, out_at = x.data_ptr(), weight.data_ptr(), out.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
@@ -65,7 +63,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Decision:
-    """What computes products of one signature: `way`, or F.linear if that is None, and why."""
+    """What computes the GEMMs of one signature: `way`, or F.linear if that is None, and why."""
 
     product: str
     why: str
@@ -82,7 +80,7 @@ class Decision:
 def choose(
     x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor
 ) -> Decision:
-    """Try every algorithm on this call, whose result by PyTorch is `expected`."""
+    """Try every algorithm on this call; `expected` is PyTorch's result."""
     product = _named(x, weight, bias, gelu)
     try:
         with torch.cuda.device_of(x):
@@ -96,7 +94,7 @@ def choose(
 
 
 def aligned(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether cuBLASLt may be given these addresses."""
+    """Whether the addresses are aligned as cuBLASLt needs them."""
     operands = (x, weight) if bias is None else (x, weight, bias)
     return not any(t.data_ptr() % ALIGNMENT for t in operands)
 
@@ -125,7 +123,7 @@ def _fastest(
     ways, failed = [], 0
     for algorithm in found[:most]:
         way = Way(algorithm, x, weight)
-        out.fill_(torch.nan)  # what the one before has left is no result
+        out.fill_(torch.nan)  # overwrite the result of the algorithm before
         if status := way.into(out, x, weight, bias):
             failed = status
         elif _same_bits(out, expected):
@@ -149,8 +147,8 @@ def _fastest(
 
 
 def _candidates(shape: Shape, bias: int, device: int) -> list[Algorithm]:
-    """All algorithms; or the one that won for about as many rows with weights of this shape, so
-    that another size of picture does not wait for all of them again."""
+    """All algorithms; or the winner for a similar number of rows and weights of this shape, so that
+    another image size does not try all of them again."""
     product = Product(_library(device), shape)
     rows, found = _winners.get(_family(shape, device), (0, None))
     if not rows <= 2 * shape.rows <= 4 * rows:
@@ -168,12 +166,12 @@ _winners: dict[tuple[Shape, int], tuple[int, Found | None]] = {}
 
 
 def forget() -> None:
-    """Which algorithms won so far."""
+    """Forget which algorithms won."""
     _winners.clear()
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor) -> Shape:
-    """The product as cuBLASLt takes it; raises Refused if it cannot be told of it."""
+    """The GEMM as cuBLASLt describes it; raises Refused if it cannot be described."""
     operands = [x, weight] if bias is None else [x, weight, bias]
     if x.dtype not in TYPES or any(t.dtype != x.dtype for t in operands):
         raise Refused("it takes float16 or bfloat16 throughout")
@@ -209,7 +207,7 @@ def _tells(operand: Tensor) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """torch.equal, and the same zeros and NaN; in pieces, for it takes a byte an element."""
+    """torch.equal, but for signs of zero and NaN too; in pieces, as it takes a byte per element."""
     pieces = (t.view(torch.int16).view(-1).split(PIECE) for t in (a, b))
     return all(map(torch.equal, *pieces))
 
@@ -224,7 +222,7 @@ def capability(device: int) -> tuple[int, int]:
 
 
 def unnamed_problem(device: int) -> str | None:
-    """Why configurations that cuBLASLt does not name are not tried on this GPU, or None."""
+    """Why configurations that cuBLASLt does not return are not tried on this GPU, or None."""
     try:
         return configurations.problem(load(), capability(device))
     except Refused as no:
@@ -232,9 +230,9 @@ def unnamed_problem(device: int) -> str | None:
 
 
 def readings(ways: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Microseconds of each way on the GPU: medians of readings in turns. Nothing waits in between,
-    so that they run as hot as in a model."""
-    ways[0]()  # while it runs, the host gets ahead
+    """Median microseconds of each on the GPU, measured in turns. Nothing synchronises in between,
+    so that the GPU is as hot as in a model."""
+    ways[0]()  # while it runs, the host queues the rest
     taken = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways * rounds]
     for way, (begin, end) in zip(ways * rounds, taken, strict=True):
         begin.record()

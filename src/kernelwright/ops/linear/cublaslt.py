@@ -1,7 +1,7 @@
-"""cuBLASLt through ctypes: the algorithms that it knows for x @ weight^T + bias, and their launch.
+"""cuBLASLt through ctypes: its algorithms for x @ weight^T + bias, and their launch.
 
-It reads memory by columns, so a tensor [rows, width] is a matrix of `width` rows to it: it is asked
-for out^T = weight @ x^T, with weight said to be transposed. No tensor appears here, only addresses.
+cuBLASLt is column-major: a tensor [rows, width] is a matrix of `width` rows to it. So the GEMM is
+out^T = weight @ x^T, with weight marked as transposed. This file knows addresses, not tensors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 
 from . import configurations
 
-# what it takes addresses to be multiples of where nobody says otherwise; PyTorch allocates so
+# the alignment that cuBLASLt assumes by default; PyTorch allocates with it
 ALIGNMENT = 256
-# what PyTorch lends it on Hopper: which algorithms there are depends on it
+# PyTorch's workspace on Hopper: which algorithms are returned depends on it
 WORKSPACE = 32 << 20
-ASKED = 24  # algorithms; about 8 came on an H200
-# a service that loads ever new weights starts over rather than grow
+ASKED = 24  # algorithms requested; about 8 are returned on an H200
+# a service that keeps loading new weights starts over here instead of growing without bound
 BIASES = 1024
 
-# as cublasLt.h and library_types.h number them
+# numbers from cublasLt.h and library_types.h
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 FLOAT32, SUM_IN_FLOAT32 = 0, 68
 TRANSPOSE_FIRST, EPILOGUE, BIAS_ADDRESS = 3, 7, 8
@@ -37,11 +37,11 @@ ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
 
 
 class Refused(Exception):
-    """Why cuBLASLt cannot be asked, or what it answered instead."""
+    """Why cuBLASLt cannot be used, or the error that it returned."""
 
 
 class Found(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: an algorithm, and the bytes it works in."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm, and its workspace in bytes."""
 
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -53,13 +53,13 @@ class Found(ctypes.Structure):
 
 
 class Owned(c_void_p):
-    """Something that cuBLASLt made, given back when nobody holds it any longer."""
+    """A handle of cuBLASLt that is destroyed when it is garbage collected."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """x [rows, width] by weight [outputs, width], and how many elements their rows lie apart.
-    `gelu`: the tanh form of it behind the bias."""
+    """x [rows, width] by weight [outputs, width], with their row strides in elements. `gelu`: its
+    tanh form after the bias."""
 
     rows: int
     outputs: int
@@ -72,7 +72,7 @@ class Shape:
 
 
 def load() -> Any:
-    """The library that torch itself runs on."""
+    """The library that torch itself uses."""
     if torch.version.cuda is None:
         raise Refused("this torch is built without CUDA")
     name = f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"
@@ -83,17 +83,17 @@ def load() -> Any:
 
 
 class Library:
-    """cuBLASLt on the GPU that is current when this is made, which is of this capability."""
+    """cuBLASLt on the GPU that is current at construction and has this capability."""
 
     def __init__(self, functions: Any, capability: tuple[int, int]) -> None:
         self.functions = functions
-        # whether configurations that it does not name may be asked for
+        # whether configurations that its heuristic does not return may be used
         self.asks = configurations.problem(functions, capability) is None
-        self.handle = c_void_p()  # kept as long as the process runs, for any thread
+        self.handle = c_void_p()  # never destroyed; any thread may use it
         self.ask("cublasLtCreate", byref(self.handle))
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Call a function; raises if it answers with anything but success."""
+        """Call a function; raises if its status is not success."""
         function = getattr(self.functions, name, None)
         status = function(*arguments) if function else None
         if status != 0:
@@ -113,7 +113,7 @@ class Library:
 
 
 class Product:
-    """One product, as cuBLASLt is told of it."""
+    """The descriptors of one GEMM."""
 
     def __init__(self, library: Library, shape: Shape) -> None:
         self.library = library
@@ -131,8 +131,8 @@ class Product:
         self._descriptions: dict[int, Owned] = {}
 
     def description(self, bias: int) -> Owned:
-        """What to do. The address of the bias is part of it, so there is one for each: a launch
-        then changes nothing that another thread may be reading."""
+        """The descriptor of the operation. It holds the address of the bias, so each bias has one:
+        a launch then changes nothing that another thread may be reading."""
         known = self._descriptions.get(bias)
         if known is None:
             known = self._describe(bias)
@@ -152,8 +152,8 @@ class Product:
         return made
 
     def algorithms(self, bias: int) -> list[Algorithm]:
-        """Those that cuBLASLt holds to be fast, its first choice first, and behind that others that
-        may be faster."""
+        """The algorithms that cuBLASLt's heuristic returns; after the first, others that may be
+        faster."""
         named = self._named(bias)
         functions = self.library.functions
         if not self.library.asks:
@@ -168,7 +168,7 @@ class Product:
         return [*algorithms[:1], *more, *algorithms[1:]]
 
     def again(self, found: Any, bias: int) -> list[Algorithm]:
-        """An algorithm that was found for another product, if it can compute this one."""
+        """An algorithm that was found for another GEMM, if it can compute this one."""
         checked = Found()
         functions = self.library.functions
         status = functions.cublasLtMatmulAlgoCheck(*self._asked(bias), byref(found), byref(checked))
@@ -179,7 +179,7 @@ class Product:
         return [Algorithm(self, usable)]
 
     def _asked(self, bias: int) -> tuple[Any, ...]:
-        """The product, as questions about it begin."""
+        """The leading arguments of every query about this GEMM."""
         return (
             self.library.handle,
             self.description(bias),
@@ -206,16 +206,16 @@ class Product:
 
 
 class Algorithm:
-    """One way to compute a product. `workspace`: the bytes that a launch has to lend it."""
+    """One algorithm for a GEMM. `workspace`: the bytes that a launch has to provide."""
 
     def __init__(self, product: Product, found: Found) -> None:
         self._product, self.found = product, found
         self.workspace: int = found.workspace
-        # taken and given back, so two threads never fill the same ones
+        # argument blocks that no launch uses now: two threads never fill the same one
         self._free: list[tuple[tuple[c_void_p, ...], Callable[[], int]]] = []
 
     def launch(self, x: int, weight: int, bias: int, out: int, workspace: int, stream: int) -> int:
-        """Start it on a stream, with these addresses; returns cuBLASLt's status, 0 for success."""
+        """Launch it on a stream with these addresses; returns cuBLASLt's status, 0 for success."""
         description = self._product.description(bias)
         try:
             places, submit = self._free.pop()
@@ -233,8 +233,8 @@ class Algorithm:
         return status
 
     def _submission(self) -> tuple[tuple[c_void_p, ...], Callable[[], int]]:
-        """The places for what changes from launch to launch, and the call that reads them: to
-        convert all sixteen arguments anew takes ctypes half as long again."""
+        """The arguments that change between launches, and the call that reads them. Converting all
+        sixteen arguments for each launch takes ctypes 1.5 times as long."""
         p = self._product
         places = tuple(c_void_p() for _ in range(6))
         described, weight, x, out, workspace, stream = places

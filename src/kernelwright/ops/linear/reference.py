@@ -1,4 +1,4 @@
-"""Linear and GELU in plain PyTorch: the truth, and the eager chain that models run."""
+"""Linear and GELU in plain PyTorch: the reference, and the eager chain that models run."""
 
 from __future__ import annotations
 

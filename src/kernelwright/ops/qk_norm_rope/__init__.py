@@ -1,4 +1,4 @@
-"""RMSNorm of query and key with RoPE behind it, in one launch on a packed projection."""
+"""RMSNorm of query and key, then RoPE, in one launch on a packed projection."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ QK_NORM_ROPE = Op(
     exact=reference.CHAINS,
     kernels=RopeKernel(q_weight="q_weight", k_weight="k_weight", norm=True),
     cases=cases.QK_NORM_ROPE,
-    # on H200, us, CUDA and Triton: 37 and 47 at 2x2688x2048, 113 and 131 at 32760x1536; of heads 31
+    # on H200, us, CUDA and Triton: 37 and 47 at 2x2688x2048, 113 and 131 at 32760x1536; per head 31
     # and 35 at 4608x48x128, 25 and 27 at 4096x40x128
     prefer=("cuda", "triton"),
     sized=cases.sized,

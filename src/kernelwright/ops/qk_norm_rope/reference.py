@@ -14,7 +14,7 @@ Part = Tensor | None
 
 
 def rotated_rows(x: Tensor, cos: Tensor, across_heads: bool) -> Tensor:
-    """x shaped so that its last dimension is what the table rotates over: a head, or with a table
+    """x reshaped so that the table rotates over its last dimension: a head, or with a table
     as wide as the token (LTX) all its heads."""
     if not across_heads or x.ndim != 4 or cos.ndim == 4:
         return x

@@ -1,4 +1,4 @@
-"""What a DiT block does between two branches: gate, add, normalise, modulate."""
+"""Gated residual add, alone and with the norm and modulation that follow it in a DiT block."""
 
 from __future__ import annotations
 
@@ -126,6 +126,7 @@ GATED_RESIDUAL = Op(
     reference=reference.gated_residual,
     exact=reference.GATED_RESIDUAL_CHAINS,
     kernels=RowKernel(norm="none", x="x", residual="residual", gate="gate", sum="out", y=""),
+    category="modulation",
     cases=cases.GATED_RESIDUAL,
     sized=cases.sized,
     prefer=by_width,

@@ -1,4 +1,4 @@
-"""Rotary embedding by given tables, as models hand them over."""
+"""Rotary embedding with given cos and sin tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def apply_rope_qk(
 def check_tables(
     op: str, name: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str, width: int
 ) -> None:
-    """Tables that fit rows of `width`: D or D/2 columns, spreading over the leading dims of x."""
+    """Check that the tables have D or D/2 columns and broadcast over the leading dims of x."""
     checks.choice(op, "layout", layout, LAYOUTS)
     if width % 2:
         raise ValueError(f"{op}: {name} has width {width}, expected an even one")

@@ -1,4 +1,4 @@
-"""Shapes of RoPE: tables as LTX, FLUX, Wan and Llama hand them over, and the seed's grids."""
+"""Shapes of RoPE: tables as LTX, FLUX, Wan and Llama pass them, and the seed's grids."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def sized_qk(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any
 
 
 def as_chain(given: dict[str, Any], inputs: Inputs, chain: str) -> dict[str, Any]:
-    """transformers hands over its tables in the dtype of the model."""
+    """transformers passes its tables in the dtype of the model."""
     if chain != "transformers":
         return {}
     return {n: given[n].to(inputs.dtype) for n in ("cos", "sin")}

@@ -5,8 +5,8 @@
 //   y = (a cos - b sin, b cos + a sin)
 //
 // A row is a head, or all heads of a token when the norm runs across them; its rotation repeats
-// every D elements. A thread group takes EACH heads of a token, which share its table. Blocks of query and key alternate in the ratio of their rows, so that both meet
-// a token's table while it is in the cache.
+// every D elements. A thread group takes EACH heads of a token, which share its table. Blocks of
+// query and key alternate in the ratio of their rows, so that both find a token's table in the cache.
 #pragma once
 #include "ops/row/norms.cuh"
 
@@ -17,13 +17,13 @@ struct RopeArgs {
   void *q_out, *k_out;
   Place at_query, at_key, at_q_cos, at_k_cos, at_q_sin, at_k_sin, at_q_out, at_k_out;
   Rows q_rows, k_rows;
-  unsigned q_blocks, q_share;  // q_share query blocks to a key block; 0: all query blocks first
+  unsigned q_blocks, q_share;  // q_share query blocks per key block; 0: all query blocks first
   float eps, q_factor, k_factor;
 };
 
 enum Layout { INTERLEAVED, HALF, UNROTATED };
 
-// What a thread reads beside its row: weights, and the table columns of its vector.
+// The other operands of a thread: weights, and the table columns of its vector.
 template <class W, class C, int V, int A, int LAYOUT, bool HALF_TABLE, bool WEIGHTED> struct RopeOperands {
   static constexpr int T = LAYOUT == INTERLEAVED && HALF_TABLE ? V / 2 : V;
   Vec<W, V, A> weight;
@@ -42,18 +42,18 @@ template <class W, class C, int V, int A, int LAYOUT, bool HALF_TABLE, bool WEIG
   static constexpr int BYTES = (WEIGHTED ? V * sizeof(W) : 0) + (LAYOUT == UNROTATED ? 0 : 2 * T * sizeof(C));
 };
 
-// C: dtype of the tables. D: what the rotation repeats over. A: elements that alignment lets move
-// at once. HALF_TABLE: tables hold D/2 columns. Turn: how the rotation rounds.
+// C: dtype of the tables. D: the rotation repeats every D elements. A: elements per access that the
+// alignment allows. HALF_TABLE: tables hold D/2 columns. Turn: how the rotation rounds.
 template <class X, class W, class C, class S, int A, int BLOCK, int EACH, int DIMS, int D, int LAYOUT,
           bool HALF_TABLE, bool WEIGHTED, class Norm, class Round, class Turn>
 __device__ __forceinline__ void rope(const RopeArgs& a) {
   constexpr int K = S::K, V = S::V, GROUPS = BLOCK / S::THREADS;
   static_assert(LAYOUT != INTERLEAVED || V % 2 == 0);
   static_assert(LAYOUT != HALF || (D / 2) % V == 0);
-  // a head whose vectors all sit in one thread group swaps halves by shuffles, others through memory
+  // a head within one thread group exchanges halves by shuffles, others through shared memory
   constexpr bool SHUFFLED = LAYOUT == HALF && K == 1 && S::N == D && S::FULL && S::THREADS <= 32;
   constexpr bool EXCHANGED = LAYOUT == HALF && !SHUFFLED;
-  // several rows at a time only where they need no shared memory
+  // several rows at a time only if they need no shared memory
   static_assert(EACH == 1 || (S::THREADS <= 32 && !EXCHANGED));
   __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
   __shared__ float exchange[EXCHANGED ? GROUPS : 1][EXCHANGED ? S::N : 1];

@@ -10,25 +10,25 @@ from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
 from ..row.order import Order, free_threads, mean_order, torch_order
 from ..rows import Rows, vector_width
-from .kernel import EMPTY, RopeCall
+from .call import EMPTY, RopeCall
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 # floats of shared memory through which a block exchanges the halves of its rows
 MAX_EXCHANGE = 6144
-# rows from here on take vectors of 16 bytes of the widest operand: a vector of 8 float32 table
-# columns would be two half-used accesses (24 against 35 us at 2x2688x2048 on H200). Narrower rows
-# have too few elements a thread then (46 against 39 us at 4608x48x128).
+# from this width on a vector is 16 bytes of the widest operand: a vector of 8 float32 table columns
+# would be two half-used accesses (24 against 35 us at 2x2688x2048 on H200). Narrower rows would
+# have too few elements per thread (46 against 39 us at 4608x48x128).
 WIDE = 1024
-# with tables of half the width, 4 elements a vector and 128 threads a row: 31 against 45 us for 8
-# and as many threads as other rows have, in place at 2x2688x2048 on H200
+# with tables of half the width, 4 elements per vector and 128 threads per row: 31 us, against 45
+# with 8 and the threads of other rows, in place at 2x2688x2048 on H200
 NARROW_TABLES = {"threads": 128, "vector": 4}
 
-# Heads that a thread group takes in free order and in eager's, where the GPU has rows enough, FULL
-# to a multiprocessor: a table is read once for them, and their loads are under way together. On
-# H200, us for 1, 2, 4 and 8 heads: 43.8, 33.4, 31.3, 35.2 in free order and 47.2, 34.7, 37.6, 37.8
-# in that of diffusers at 4608x48x128; 30.2, 26.1, 24.5, 28.0 and 38.3, 29.3, 29.7, 31.9 in that of
+# Heads per thread group in free order and in eager's order, if there are at least FULL rows per
+# multiprocessor: the heads share one read of the table, and their loads overlap. On H200, us for
+# 1, 2, 4 and 8 heads: 43.8, 33.4, 31.3, 35.2 in free order and 47.2, 34.7, 37.6, 37.8 in the order
+# of diffusers at 4608x48x128; 30.2, 26.1, 24.5, 28.0 and 38.3, 29.3, 29.7, 31.9 in that of
 # transformers at 4096x40x128.
 EACH, EXACT_EACH, FULL = 4, 2, 128
 
@@ -41,7 +41,7 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
     places = [s for pair in zip(q_strides, k_strides, strict=True) for place in pair for s in place]
     width, dtype = rope.width, rope.query.dtype
     table = rope.dtype("cos", "sin") if rope.rotates else torch.float32
-    # what one access may move: pairs must not be torn apart, nor halves overlap
+    # elements per access: it must not split a pair, nor cross from one half to the other
     room = vector_width(width, dtype.itemsize, call.alignment, places)
     rotated = rope.rotation // 2 if rope.layout == "half" else rope.rotation
     if rope.rotates:
@@ -94,8 +94,7 @@ def plan(rope: RopeCall, call: Call) -> CudaLaunch:
 
 
 def _each(rope: RopeCall, rows: tuple[Rows, Rows], alone: bool, call: Call) -> int:
-    """Rows that a thread group takes; `alone`: it holds a row in one vector a thread, and needs no
-    shared memory for it."""
+    """Rows per thread group; `alone`: a row is one vector per thread, without shared memory."""
     if not alone or (rope.rotates and rope.layout == "half" and rope.width != rope.rotation):
         return 1
     each = EXACT_EACH if call.exact and rope.norm else EACH
@@ -103,7 +102,7 @@ def _each(rope: RopeCall, rows: tuple[Rows, Rows], alone: bool, call: Call) -> i
         return 1
     for r in rows:
         sizes, strides = r.padded()
-        # its operands: rows, tables, result
+        # the operands' order: rows, cos, sin, output
         if r.count and (sizes[2] % each or (rope.rotates and (strides[1][2] or strides[2][2]))):
             return 1
     return each
@@ -117,7 +116,7 @@ def _widest(rope: RopeCall, table: torch.dtype) -> int:
 
 
 def _order(rope: RopeCall, chain: str | None, rows: tuple[Rows, Rows], room: int) -> Order:
-    """The order of the norm's sums: free, or that of the eager chain."""
+    """The summation order of the norm: free, or that of the eager chain."""
     if not rope.norm:
         return Order("NoNorm")
     if chain is None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import checks
-from ..op import Composite
+from ..composite import Composite
 from ..selection import BACKENDS
 from . import cases
 from .apply import APPLY_ROPE_QK, LAYOUTS

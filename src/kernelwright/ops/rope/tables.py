@@ -1,4 +1,4 @@
-"""Rotation tables: how models hand them over, and those of the seed's rope functions."""
+"""Rotation tables: the shapes that models pass, and the tables of rope_1d and rope_3d."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.torch_internals import dispatch_modes, in_functorch
 from .. import library
-from ..transforms import in_functorch
 
 _SCHEMA = (
     "(SymInt num_frames, SymInt height, SymInt width, int dim_t, int dim_h, int dim_w, "
@@ -51,8 +51,8 @@ def grid_tables(
     """
     if torch.compiler.is_compiling():
         return _node(*grid, *dims, *thetas, device)
-    if torch._C._len_torch_dispatch_stack() or in_functorch():
-        # tensors of a mode or of a transform end with it: such tables are not kept
+    if dispatch_modes() or in_functorch():
+        # tensors of a mode or of a transform end with it: do not cache such tables
         return _make(grid, dims, thetas, device)
     return _kept(grid, dims, thetas, device)
 

@@ -13,10 +13,10 @@ import triton.language as tl
 
 from ...backends.triton import TritonLaunch
 from ..row.triton import NARROW, locate, place
-from .kernel import EMPTY, RopeCall
+from .call import EMPTY, RopeCall
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 
 @triton.jit
@@ -94,14 +94,14 @@ def turn(
     LAYOUT: tl.constexpr,
     HALF_TABLE: tl.constexpr,
 ):
-    """Scale, weigh, rotate and store one segment of the rows."""
+    """Normalise, multiply by the weight, rotate and store one segment of the rows."""
     o_n = columns(START, U, D, LAYOUT)
     m_u = (START + tl.arange(0, U)[None, :]) < PAIRS
     m_n = (o_n < 2 * PAIRS) if LAYOUT == "interleaved" else m_u
     b_a *= b_rstd
     b_b *= b_rstd
     if weight is not None:
-        # weights are one row: shape [1, .] until they meet the tile
+        # the weight is one row [1, .], which broadcasts over the tile
         b_wa, b_wb = load_pairs(weight, 0, o_n, m_n, 1, U, D, LAYOUT)
         b_a *= b_wa
         b_b *= b_wb
@@ -278,7 +278,7 @@ def plan(rope: RopeCall, call: Call) -> TritonLaunch:
     tile = 1
     while tile * head * 4 <= NARROW and head <= 256:
         tile *= 2
-    # tuned on H200 at 4608x24x128 and 2x2688x2048: a norm's reduction wants fewer, fuller warps
+    # tuned on H200 at 4608x24x128 and 2x2688x2048: with a norm, fewer and fuller warps are faster
     warps = max(1, min(8, (head + tail) * 2 * tile // (512 if rope.norm else 256)))
     places = (*q_strides, *k_strides)
     inner = dict(

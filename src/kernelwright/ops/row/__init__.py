@@ -5,8 +5,8 @@
     y = (n * (1 + scale) + shift) * out_gate
 
 Every norm, modulation and gated residual of the library is this kernel with parts left out, so the
-formula is written once for Triton (`triton.py`) and once for CUDA (`cuda.cuh`). An op names which
-of its arguments plays which part.
+formula is in one place for Triton (`triton.py`) and in one for CUDA (`cuda.cuh`). An op says which
+of its arguments is which part.
 """
 
 from __future__ import annotations
@@ -14,28 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from ...backends import Unsupported
-from ..rows import Rows, rows_of
+from .call import PARTS, RowCall
 
 if TYPE_CHECKING:
     from ...backends import Launch
-    from ..op import Call
-
-# rows wider than this do not fit the registers of a block
-MAX_WIDTH = 65536
-PARTS = ("x", "residual", "gate", "weight", "bias", "scale", "shift", "out_gate", "y", "sum")
-# the operands that have an address for each row; weight and bias are the same for all
-PLACED = ("x", "residual", "gate", "scale", "shift", "out_gate", "y", "sum")
+    from ..plan import Call
 
 
 @dataclass(frozen=True)
 class RowKernel:
     """Which argument of the op is which part of the row kernel. `norm` is "rms", "layer", "none",
-    or the name of the argument that says so. `eight` and `eight_scale` are the result once more in
-    eight bits (float8 e4m3, a scale a row), made where the argument `wanted` says so."""
+    or the name of the argument that holds the kind. `eight` and `eight_scale` are the result once
+    more in fp8 (e4m3, one scale per row), computed if the argument `wanted` is True."""
 
     norm: str
     x: str = "input"
@@ -71,79 +63,9 @@ class RowKernel:
         return RowCall(tensors, names, norm, float(call.get("eps", 0.0)), eight, wanted)
 
 
-@dataclass(frozen=True)
-class RowCall:
-    """One call in the row kernel's own words."""
-
-    tensors: dict[str, Tensor | None]
-    pointers: tuple[str, ...]
-    norm: str
-    eps: float
-    eight: tuple[str, str] = ("", "")
-    wanted: bool = False
-
-    @property
-    def width(self) -> int:
-        return self.x.shape[-1]
-
-    @property
-    def x(self) -> Tensor:
-        x = self.tensors["x"]
-        assert x is not None
-        return x
-
-    def has(self, part: str) -> bool:
-        return self.tensors[part] is not None
-
-    def rows(self) -> Rows:
-        if self.width > MAX_WIDTH:
-            raise Unsupported(f"width {self.width}; kernels hold rows of up to {MAX_WIDTH}")
-        placed = [self.tensors[p] for p in PLACED]
-        frames = next(
-            (t.shape[1] for t in placed if t is not None and t.ndim == self.x.ndim + 1), None
-        )
-        if frames is None:
-            return rows_of(self.x.shape, [_spread(t, self.x) for t in placed])
-        # per-frame modulation [B, F, 1, D]: see the tokens [B, S, D] as [B, F, S / F, D]
-        split = [
-            t.unflatten(1, (frames, -1))
-            if t is not None and t.ndim == self.x.ndim and t.shape[1] == self.x.shape[1]
-            else (None if t is None else _spread(t, self.x, frames=True))
-            for t in placed
-        ]
-        x = split[0]
-        assert x is not None
-        return rows_of(x.shape, split)
-
-    def dtype(self, *parts: str) -> torch.dtype:
-        """The dtype these parts share, or that of x where all are absent."""
-        found = {t.dtype for t in (self.tensors[p] for p in parts) if t is not None}
-        if len(found) > 1:
-            raise Unsupported(
-                f"{' and '.join(parts)} have different dtypes {sorted(map(str, found))}"
-            )
-        return found.pop() if found else self.x.dtype
-
-
-def check_eight_bits(call: Call) -> None:
-    if call.target.capability < (8, 9):
-        raise Unsupported("eight-bit floats need compute capability 8.9")
-
-
 def by_width(x: Tensor, *_: Any) -> tuple[str, ...]:
-    """Backends for an op whose first argument has rows like x. On H200 CUDA is level with Triton at
-    widths of 2048 and 4096, and faster at 1536 and 3072 (gated_residual_norm: 26.4 against 28.7 us
-    at 2x4096x1536, 29.5 against 31.6 at 4608x3072), and a kernel that is new compiles in a tenth of
-    the time. Triton has heads of 128 (15.5 against 16.2 us at 4608x24x128)."""
+    """Backends by measured speed, for an op whose first argument has rows like x. On H200 CUDA ties
+    with Triton at widths of 2048 and 4096, is faster at 1536 and 3072 (gated_residual_norm: 26.4
+    against 28.7 us at 2x4096x1536, 29.5 against 31.6 at 4608x3072), and compiles in a tenth of the
+    time. Triton is faster for heads of 128 (15.5 against 16.2 us at 4608x24x128)."""
     return ("cuda", "triton") if 1024 <= x.shape[-1] <= 4096 else ("triton", "cuda")
-
-
-def _spread(t: Tensor | None, x: Tensor, frames: bool = False) -> Tensor | None:
-    """A modulation [D], [B, D], [B, 1, D] or [B, S, D] with as many dimensions as the rows."""
-    if t is None:
-        return None
-    if t.ndim == 2 and x.ndim > 2:
-        t = t[(slice(None), *[None] * (x.ndim - 2))]
-    if frames and t.ndim == x.ndim:
-        t = t.unsqueeze(2)
-    return t

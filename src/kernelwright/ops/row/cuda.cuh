@@ -1,11 +1,11 @@
 // The row kernel: residual, norm, modulation and gate in one pass over a row.
 //
-//   s = residual + gate * x        written to `sum`, rounded to the dtype of x
+//   s = residual + gate * x        stored to `sum`, rounded to the dtype of x
 //   n = norm(s) * weight + bias
 //   y = (n * (1 + scale) + shift) * out_gate
 //
-// Parts that are absent are compiled out. fp32 inside; `Round` says where to round, `Norm` in which
-// order to sum.
+// Absent parts are compiled out. Arithmetic is in float32; `Round` says where to round, `Norm` in
+// which order to sum.
 #pragma once
 #include "ops/row/eight.cuh"
 #include "ops/row/norms.cuh"
@@ -14,7 +14,7 @@ namespace kernelwright {
 
 enum Parts : unsigned {
   RESIDUAL = 1, GATE = 2, WEIGHT = 4, BIAS = 8, SCALE = 16, SHIFT = 32, OUT_GATE = 64, NORMED = 128,
-  EIGHT = 256  // the result once more in eight bits, unless `eight` is null
+  EIGHT = 256  // also store the result in fp8, unless `eight` is null
 };
 
 struct RowArgs {
@@ -25,7 +25,7 @@ struct RowArgs {
   float eps, factor;
 };
 
-// What a thread reads beside its row: one vector of each part that is there.
+// The other operands of a thread: one vector of each part that is present.
 template <class W, class M, int V, unsigned PARTS> struct Beside {
   Vec<W, V> weight, bias;
   Vec<M, V> scale, shift, out_gate;
@@ -42,12 +42,12 @@ template <class W, class M, int V, unsigned PARTS> struct Beside {
 };
 
 // X, W, M: dtypes of the row, of weight and bias, of scale, shift and gates. All loads are issued
-// before the first sum, so that they run under each other and under the reduction.
+// before the first sum, so that they overlap each other and the reduction.
 template <class X, class W, class M, class S, int BLOCK, int DIMS, unsigned PARTS, class Norm, class Round>
 __device__ __forceinline__ void row(const RowArgs& a) {
   constexpr int K = S::K, V = S::V;
   using Operands = Beside<W, M, V, PARTS>;
-  // rows too long for registers are read again from the cache
+  // rows that do not fit the registers are read again from the cache
   constexpr bool HELD = K * V * sizeof(X) <= 512;
   constexpr bool EARLY = HELD && (PARTS & NORMED) && K * Operands::BYTES <= 192;
   constexpr bool ADDED_EARLY = HELD && K * V * (sizeof(X) + sizeof(M)) <= 192;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void row(const RowArgs& a) {
         }
       }
   }
-  // asked while it runs: the same code whether wanted or not, so the rows have the same bits
+  // a run-time condition: the same code with and without fp8, so the rows have the same bits
   auto in_eight_bits = [&] {
     if (!a.eight) return;
     write_eight<S>([&](int k, int i) { return held[k].get(i); }, live,

@@ -10,15 +10,15 @@ import torch
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
 from ..rows import vector_width
-from . import RowCall, check_eight_bits
+from .call import RowCall, check_fp8
 from .order import Order, free_threads, mean_order, torch_order
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 BITS = {"residual": 1, "gate": 2, "weight": 4, "bias": 8, "scale": 16, "shift": 32, "out_gate": 64}
 NORMED, EIGHT = 128, 256
-HELD = 512  # bytes of a row that a thread holds
+HELD = 512  # bytes of a row that a thread can hold
 MODULATION = ("gate", "scale", "shift", "out_gate")
 
 
@@ -39,7 +39,7 @@ def plan(row: RowCall, call: Call) -> CudaLaunch:
     threads = order.threads or free_threads(width, vector, row.norm != "none")
     block = max(128, threads)
     if row.eight[0]:
-        check_eight_bits(call)
+        check_fp8(call)
         if -(-width // (vector * threads)) * vector * dtype.itemsize > HELD:
             raise Unsupported(f"rows of {width} elements do not fit its registers")
     parts = sum(bit for part, bit in BITS.items() if row.has(part))
@@ -61,7 +61,7 @@ def plan(row: RowCall, call: Call) -> CudaLaunch:
 
 
 def _order(row: RowCall, chain: str | None, rows: int, room: int) -> Order:
-    """The order of the sums: free, or that of the eager chain."""
+    """The summation order: free, or that of the eager chain."""
     if row.norm == "none":
         return Order("NoNorm")
     if chain is None:

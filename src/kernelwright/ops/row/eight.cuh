@@ -1,5 +1,5 @@
-// Rows in eight bits (float8 e4m3), with one scale each: the largest element of a row becomes the
-// largest number there is.
+// Quantises rows to fp8 (e4m3) with one scale each: the largest element of a row becomes the largest
+// fp8 value.
 #pragma once
 #include "backends/common.cuh"
 
@@ -7,7 +7,7 @@ namespace kernelwright {
 
 constexpr float EIGHT_LARGEST = 448.f;
 
-// The largest over the THREADS neighbouring threads of a row, in each of them. `shared` has a float
+// The maximum over the THREADS neighbouring threads of a row, in each of them. `shared` has a float
 // for each warp of the block.
 template <int THREADS> __device__ __forceinline__ float row_largest(float v, float* shared) {
 #pragma unroll
@@ -23,7 +23,7 @@ template <int THREADS> __device__ __forceinline__ float row_largest(float v, flo
   return v;
 }
 
-// What to multiply a row with, and what with to come back.
+// Quantisation scale and its inverse.
 struct EightScale {
   float in, out;
   __device__ __forceinline__ explicit EightScale(float largest) {
@@ -33,14 +33,14 @@ struct EightScale {
   }
 };
 
-// from capability 8.9 on, for which a plan asks
+// needs capability 8.9, which the planner checks
 __device__ __forceinline__ unsigned short eight_pair(float low, float high) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-// V neighbouring elements, by value(i), at a multiple of V bytes.
+// Stores V neighbouring elements value(i), at a multiple of V bytes.
 template <int V, class Value> __device__ __forceinline__ void store_eight(unsigned char* p, Value value) {
   if constexpr (V == 1) {
     *p = (unsigned char)eight_pair(value(0), 0.f);
@@ -52,8 +52,8 @@ template <int V, class Value> __device__ __forceinline__ void store_eight(unsign
   }
 }
 
-// A row whose threads hold its elements, by value(k, i), and its scale. All threads of the block come
-// here; those of rows past the end are not `live`. `shared` has a float for each warp.
+// Stores a row, whose threads hold its elements value(k, i), and its scale. All threads of the block
+// must call it; those of rows past the end are not `live`. `shared` has a float for each warp.
 template <class S, class Value>
 __device__ __forceinline__ void write_eight(Value value, bool live, unsigned char* y, float* scale, float* shared) {
   float largest = 0.f;

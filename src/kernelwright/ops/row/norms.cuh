@@ -1,8 +1,8 @@
 // Ways to normalise a row, by the order in which the row is summed.
 //
-// Each gives `measure`, which reduces the row that a thread group holds, and `apply`, which
-// normalises one element. Free orders are ours; the others repeat PyTorch's own kernels step by
-// step, and are held to torch.equal by the GPU tests, so far on torch 2.11.
+// Each has `measure`, which reduces the row that a thread group holds, and `apply`, which normalises
+// one element. Free orders are ours; the others repeat PyTorch's kernels step by step, and the GPU
+// tests compare them by torch.equal, so far on torch 2.11.
 #pragma once
 #include "backends/common.cuh"
 
@@ -16,7 +16,7 @@ struct NoNorm {
   template <class R> __device__ float apply(float x, bool, float, bool, float) const { return x; }
 };
 
-// rms in free order: float32 fma, one accumulator a vector lane
+// rms in free order: float32 fma, one accumulator per vector lane
 struct FreeRms {
   float scale;
   template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
@@ -35,8 +35,8 @@ struct FreeRms {
   }
 };
 
-// layer norm in free order, from the deviations of a first mean. What those sum to is that mean's own
-// rounding; taking it off keeps a row around 10,000, a constant one too, as close as F.layer_norm does.
+// layer norm in free order, from the deviations of a first mean. They sum to the rounding error of
+// that mean; subtracting it makes rows around 10,000, also constant ones, as accurate as F.layer_norm.
 struct FreeLayer {
   float mean, error, scale;
   template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
@@ -69,7 +69,7 @@ struct FreeLayer {
 };
 
 // A head of 128 has 32 vectors of four, one for each lane of a warp in PyTorch's kernels. Here a
-// thread may hold two of them side by side: lanes 2t and 2t + 1 of the tree, which meet last.
+// thread may hold two of them: lanes 2t and 2t + 1 of the tree, which are added last.
 template <class S> struct Paired { static constexpr bool VALUE = S::V == 8 && S::K == 1; };
 
 template <class S> __device__ __forceinline__ float paired_sum(float (&part)[2]) {
@@ -82,41 +82,38 @@ template <class S> __device__ __forceinline__ float paired_sum(float (&part)[2])
   return part[0] + part[1];
 }
 
-// x.float().pow(2).mean(-1): at::mean's order. WIDTH is the width of its block: 32 from 16 rows on,
-// more below; its thread l takes the 4-vectors l, l + WIDTH, ... into four accumulators, one a
-// vector lane (for rows under 128, which at::mean does not vectorise, one a stride). Square and add
-// are rounded apart; the sum is scaled by rows / elements in float32.
-template <int WIDTH> struct MeanRms {
-  float scale;
-  template <class S, class Get> __device__ void measure(Get x, float eps, float factor, float* shared) {
+// The sum of a row in at::mean's order. WIDTH is the width of its block: 32 from 16 rows on, more
+// below; its thread l takes the 4-vectors l, l + WIDTH, ... into four accumulators, one a vector lane
+// (for rows under 128, which at::mean does not vectorise, one a stride). `term(k, i)` is rounded before
+// it is added.
+template <int WIDTH> struct MeanSum {
+  template <class S, class Term> static __device__ float of(Term term, float* shared) {
     float total;
     if constexpr (Paired<S>::VALUE && S::N == 64) {
-      total = head_of_64<S>(x);
+      total = head_of_64<S>(term);
     } else if constexpr (Paired<S>::VALUE) {
       float part[2];
 #pragma unroll
-      for (int q = 0; q < 2; q++) {
-        auto square = [&](int i) { return __fmul_rn(x(0, 4 * q + i), x(0, 4 * q + i)); };
-        part[q] = ((square(0) + square(1)) + square(2)) + square(3);
-      }
+      for (int q = 0; q < 2; q++)
+        part[q] = ((term(0, 4 * q) + term(0, 4 * q + 1)) + term(0, 4 * q + 2)) + term(0, 4 * q + 3);
       total = paired_sum<S>(part);
     } else {
-      if constexpr (S::THREADS == WIDTH) total = alone<S>(x, shared);
-      else total = together<S>(x, shared);
+      if constexpr (S::THREADS == WIDTH) total = alone<S>(term, shared);
+      else total = together<S>(term, shared);
 #pragma unroll
       for (int o = 16; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
     }
-    scale = rsqrtf(__fadd_rn(__fmul_rn(total, factor), eps));
+    return total;
   }
 
   // At::mean's lane l of 32 has the elements l and l + 32; here thread t of 8 has those from 8t on.
   // What meets first lies 4, 2 and 1 threads apart: of a thread's eight sums it keeps half each time
   // and gives the other half away, so that thread t ends with that of the lanes t, t + 8, ...
-  template <class S, class Get> __device__ float head_of_64(Get x) {
+  template <class S, class Term> static __device__ float head_of_64(Term term) {
     static_assert(S::THREADS == 8 && WIDTH == 32);
     float part[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) part[i] = __fmul_rn(x(0, i), x(0, i));
+    for (int i = 0; i < 8; i++) part[i] = term(0, i);
 #pragma unroll
     for (int half = 4; half > 0; half /= 2) {
       const bool upper = threadIdx.x & half;
@@ -133,7 +130,7 @@ template <int WIDTH> struct MeanRms {
   }
 
   // as many threads as at::mean has
-  template <class S, class Get> __device__ float alone(Get x, float* shared) {
+  template <class S, class Term> static __device__ float alone(Term term, float* shared) {
     static_assert(S::V == 4 || (S::V == 1 && S::K <= 4));
     float part[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -141,8 +138,8 @@ template <int WIDTH> struct MeanRms {
       if (S::inside(k))
 #pragma unroll
         for (int i = 0; i < S::V; i++) {
-          float v = x(k, i), &p = part[S::V == 4 ? i : k % 4];
-          p = __fadd_rn(p, __fmul_rn(v, v));
+          float& p = part[S::V == 4 ? i : k % 4];
+          p = __fadd_rn(p, term(k, i));
         }
     float total = ((part[0] + part[1]) + part[2]) + part[3];
     if constexpr (WIDTH > 32) {  // halve across warps first, as block_x_reduce does
@@ -159,34 +156,45 @@ template <int WIDTH> struct MeanRms {
     return total;
   }
 
-  // four warps for at::mean's one: squares go through shared memory, and each warp sums one of the
+  // four warps for at::mean's one: terms go through shared memory, and each warp sums one of the
   // four accumulators in order. With fewer rows in flight their loads, sums and stores overlap:
   // 18.6 -> 14.2 us at 5376x2048 on H200, weights loaded early included.
-  template <class S, class Get> __device__ float together(Get x, float* shared) {
+  template <class S, class Term> static __device__ float together(Term term, float* shared) {
     static_assert(WIDTH == 32 && S::THREADS == 128 && S::V == 4);
-    float* squares = shared + threadIdx.x / 128 * Floats<S>::VALUE;
+    float* terms = shared + threadIdx.x / 128 * Floats<S>::VALUE;
     const int warp = S::thread() / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < S::K; k++)
       if (S::inside(k))
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float v = x(k, i);
-          squares[i * S::VECTORS + S::vector(k)] = __fmul_rn(v, v);
-        }
+        for (int i = 0; i < 4; i++) terms[i * S::VECTORS + S::vector(k)] = term(k, i);
     __syncthreads();
     float sum = 0.f;
 #pragma unroll
     for (int j = 0; j < divide_up(S::VECTORS, 32); j++)
       if (S::VECTORS % 32 == 0 || lane + 32 * j < S::VECTORS)
-        sum = __fadd_rn(sum, squares[warp * S::VECTORS + lane + 32 * j]);
-    float* part = squares + 4 * S::VECTORS;
+        sum = __fadd_rn(sum, terms[warp * S::VECTORS + lane + 32 * j]);
+    float* part = terms + 4 * S::VECTORS;
     part[warp * 32 + lane] = sum;
     __syncthreads();
     return ((part[lane] + part[32 + lane]) + part[64 + lane]) + part[96 + lane];
   }
   template <class S> struct Floats { static constexpr int VALUE = 4 * S::VECTORS + 128; };
+};
 
+template <int WIDTH, class S, int BLOCK> struct Scratch<MeanSum<WIDTH>, S, BLOCK> {
+  static constexpr int FLOATS =
+      S::THREADS == WIDTH ? BLOCK : larger(BLOCK / 128 * MeanSum<WIDTH>::template Floats<S>::VALUE, 96);
+};
+
+// x.float().pow(2).mean(-1): squares are rounded, and the sum is scaled by rows / elements in float32
+template <int WIDTH> struct MeanRms {
+  float scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float factor, float* shared) {
+    auto square = [&](int k, int i) { const float v = x(k, i); return __fmul_rn(v, v); };
+    const float total = MeanSum<WIDTH>::template of<S>(square, shared);
+    scale = rsqrtf(__fadd_rn(__fmul_rn(total, factor), eps));
+  }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
     float y = R::mul(x, scale);
     return weighted ? R::mul(y, w) : y;
@@ -194,12 +202,11 @@ template <int WIDTH> struct MeanRms {
 };
 
 template <int WIDTH, class S, int BLOCK> struct Scratch<MeanRms<WIDTH>, S, BLOCK> {
-  static constexpr int FLOATS =
-      S::THREADS == WIDTH ? BLOCK : BLOCK / 128 * MeanRms<WIDTH>::template Floats<S>::VALUE;
+  static constexpr int FLOATS = Scratch<MeanSum<WIDTH>, S, BLOCK>::FLOATS;
 };
 
 // PyTorch's vectorised row kernels: 128 threads, thread t takes the 4-vectors t, t + 128, ...
-// Here a row may have fewer threads; each then plays 128 / THREADS of PyTorch's, with a state each.
+// Here a row may have fewer threads; each then does the work of 128 / THREADS, with a state for each.
 template <class S> struct Played {
   static_assert(S::V == 4 && 128 % S::THREADS == 0);
   static constexpr int WARPS = 128 / larger(S::THREADS, 32);  // states of a thread, a warp apart
@@ -219,7 +226,7 @@ struct TorchRms {
     } else {
       total = sum<S>(x, shared);
     }
-    // a power of two divides as exactly as it multiplies, and ten times as fast
+    // multiplying by the inverse of a power of two is exact, and ten times as fast as dividing
     constexpr bool POWER_OF_TWO = (S::N & (S::N - 1)) == 0;
     const float mean = POWER_OF_TWO ? __fmul_rn(total, 1.f / S::N) : __fdiv_rn(total, float(S::N));
     scale = rsqrtf(__fadd_rn(mean, eps));
@@ -317,7 +324,7 @@ struct TorchLayer {
     scale = rsqrtf(all.spread / float(S::N) + eps);
   }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {
-    // contracted where nvcc contracts PyTorch's own expression
+    // contracted to fma where nvcc contracts PyTorch's expression
     const float d = x - mean, y = __fmul_rn(scale, d);
     if (weighted) return R::keep(biased ? __fmaf_rn(w, y, b) : __fmul_rn(w, y));
     return R::keep(biased ? __fadd_rn(y, b) : y);  // as with a weight of one

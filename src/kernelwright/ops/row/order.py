@@ -1,7 +1,7 @@
-"""In which order to sum a row, and how many threads that takes.
+"""The order in which a row is summed, and how many threads that takes.
 
-Free order is ours to choose. The others are PyTorch's own, read from its sources; the GPU tests
-hold each to torch.equal, so far on torch 2.11.
+In free order the kernel may choose. The other orders are PyTorch's own, read from its sources; the
+GPU tests compare each by torch.equal, so far on torch 2.11.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from ...backends import Unsupported
 
-# Threads a row in free order, by row width. Tuned on H200 at 2x2688x2048, 4608x3072, 4096x4096 and
-# 32760x1536, where 64, 128 and 256 were tried; the other steps follow from 8 to 24 elements a
-# thread. A warp a row needs no barrier, but then so many rows are in flight that their loads, sums
-# and stores fall together (15.3 against 13.2 us at 5376x2048). Half as many threads where only they
-# share a row evenly: 16.5 against 18.8 us for adaln_layernorm at 2x4096x1536.
+# (width up to, threads per row) in free order. Tuned on H200 at 2x2688x2048, 4608x3072, 4096x4096
+# and 32760x1536, where 64, 128 and 256 were tried; the other steps follow from 8 to 24 elements per
+# thread. One warp per row needs no barrier, but so many rows are then in flight that their loads,
+# sums and stores coincide (15.3 against 13.2 us at 5376x2048). `free_threads` halves the threads
+# where only the half divides a row evenly: 16.5 against 18.8 us for adaln_layernorm at 2x4096x1536.
 FREE_THREADS = ((64, 8), (128, 16), (512, 32), (1024, 64), (6144, 128), (16384, 256))
-# without a norm nothing waits for the row: one vector a thread (17.6 against 22.9 us for
+# without a norm no thread waits for others: one vector per thread (17.6 against 22.9 us for
 # gated_residual at 2x2688x2048 on H200)
 PLAIN_THREADS = 256
 
 
 @dataclass(frozen=True)
 class Order:
-    """The norm's name in norms.cuh, threads a row, elements a vector (0: as many as fit), and the
-    float32 factor by which at::mean scales its sum."""
+    """The norm's name in norms.cuh, threads per row, elements per vector (0: as many as fit), and
+    the float32 factor by which at::mean scales its sum."""
 
     norm: str
     threads: int = 0
@@ -38,8 +38,8 @@ def free_threads(width: int, vector: int, normed: bool = True) -> int:
     if not normed:
         return max(8, min(PLAIN_THREADS, _power_of_two(max(1, width // vector))))
     threads = next((t for limit, t in FREE_THREADS if width <= limit), 512)
-    # more threads than that where a thread would hold too much: 64 elements, or 16 that are loaded
-    # one by one and so have an address each
+    # more threads where one would hold too much: over 64 elements, or over 16 if each is loaded by
+    # itself and so needs an address
     most = 64 if vector > 1 else 16
     while threads < 1024 and width > most * threads:
         threads *= 2
@@ -49,11 +49,11 @@ def free_threads(width: int, vector: int, normed: bool = True) -> int:
 
 
 def mean_order(width: int, rows: int, room: int) -> Order:
-    """x.float().pow(2).mean(-1), as diffusers' and transformers' RMSNorm have it.
+    """x.float().pow(2).mean(-1), as in RMSNorm of diffusers and transformers.
 
-    at::mean over contiguous float32 rows splits 512 threads between the rows and the row, the row
-    taking what few rows leave (setReduceConfig in ATen/native/cuda/Reduce.cuh). `room` is the
-    widest vector that the row's alignment allows.
+    at::mean over contiguous float32 rows divides 512 threads among several rows; with few rows,
+    each gets more threads (setReduceConfig in ATen/native/cuda/Reduce.cuh). `room` is the widest
+    vector that the row's alignment allows.
     """
     if width >= 8192 or width < 32 or (width >= 128 and width % 4):
         raise Unsupported(f"at::mean sums rows of {width} in an order that has no kernel here")
@@ -69,8 +69,8 @@ def mean_order(width: int, rows: int, room: int) -> Order:
 
 
 def torch_order(width: int, norm: str, room: int) -> Order:
-    """F.rms_norm ("TorchRms") and F.layer_norm ("TorchLayer"): 128 threads and vectors of four in
-    PyTorch; fewer threads play them where a row has fewer vectors."""
+    """F.rms_norm ("TorchRms") and F.layer_norm ("TorchLayer"): PyTorch uses 128 threads and vectors
+    of four; where a row has fewer vectors, fewer threads give the same order."""
     if width % 4:
         raise Unsupported(f"width {width} is no multiple of 4: PyTorch sums it in another order")
     vectors = width // 4
@@ -85,7 +85,7 @@ def torch_order(width: int, norm: str, room: int) -> Order:
 
 
 def _float32(value: float) -> float:
-    """Rounded to float32. A quotient of two such, rounded first to float64, is float32's own."""
+    """Rounded to float32. A float64 quotient of two float32 values rounds to float32's quotient."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 

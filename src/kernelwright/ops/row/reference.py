@@ -1,4 +1,4 @@
-"""The parts of a row op in plain PyTorch: the truth, and the eager chains of exact modes."""
+"""The parts of a row op in plain PyTorch, and the eager chains of exact modes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     """norm(x) over the last dimension: "rms", "layer" or "none"."""
     if kind == "layer":
         x = x - x.mean(-1, keepdim=True)
-        # what the deviations still sum to is the rounding of a large mean
+        # the deviations sum to the rounding error of a large mean: subtract it
         x = x - x.mean(-1, keepdim=True)
     if kind in ("rms", "layer"):
         x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -69,7 +69,7 @@ def diffusers_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def transformers_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """LlamaRMSNorm and its many twins."""
+    """LlamaRMSNorm; other models of transformers have the same code."""
     dtype = x.dtype
     x = x.to(torch.float32)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)

@@ -1,7 +1,7 @@
 """The row kernel in Triton.
 
-A row of N elements is a head of the largest power of two and a tail of what is left, so widths such
-as 3072, 5120 or 1152 waste no lanes; narrow rows share a program.
+A row of N elements is a head of the largest power of two and a tail with the rest, so widths such
+as 3072, 5120 or 1152 waste no lanes. Several narrow rows share a program.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from ...backends.triton import TritonLaunch
-from . import RowCall
+from .call import RowCall
 
 if TYPE_CHECKING:
-    from ..op import Call
+    from ..plan import Call
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def load(p, o_row, o_n, m):
 
 @triton.jit
 def arrive(x, residual, gate, sum, o_x, o_residual, o_gate, o_sum, o_n, m):
-    """s = residual + gate * x, rounded and written; x itself where there is no residual."""
+    """s = residual + gate * x, rounded and stored; x itself if there is no residual."""
     b_x = load(x, o_x, o_n, m)
     if residual is not None:
         if gate is not None:
@@ -64,20 +64,19 @@ def arrive(x, residual, gate, sum, o_x, o_residual, o_gate, o_sum, o_n, m):
 
 @triton.jit
 def operand(p, o_row, o_n, m, ABSENT: tl.constexpr):
-    """A block of the operand, or the number that leaves the formula as it is."""
+    """A block of the operand; ABSENT, the neutral element, if there is none."""
     if p is not None:
         return load(p, o_row, o_n, m)
     else:
         return ABSENT
 
 
-LARGEST = tl.constexpr(448.0)  # of float8 e4m3
+LARGEST = tl.constexpr(448.0)  # the largest fp8 (e4m3) value
 
 
 @triton.jit
-def eight_bit_scales(b_largest):
-    """What to multiply rows with for eight bits, and what with to come back, given the largest
-    element of each."""
+def fp8_scales(b_largest):
+    """Quantisation scales of rows and their inverses, given the largest element of each row."""
     b_largest = tl.where(b_largest == 0.0, LARGEST, b_largest)
     return tl.div_rn(1.0 + 0.0 * b_largest, b_largest) * LARGEST, b_largest * (1.0 / LARGEST)
 
@@ -154,7 +153,7 @@ def row_kernel(
         b_t = arrive(x, residual, gate, sum, o_x, o_r, o_g, o_sum, o_t, m_row & m_t)
 
     if y is not None:
-        # what is read beside the row is loaded first, so that it arrives under the reduction
+        # load the other operands first, so that they arrive during the reduction
         m_h2 = m_row & m_h
         b_wh = operand(weight, 0, o_h, m_h, 1.0)
         b_bh = operand(bias, 0, o_h, m_h, 0.0)
@@ -176,7 +175,7 @@ def row_kernel(
             b_h = tl.where(m_h, b_h - b_mean, 0.0)
             if TAIL > 0:
                 b_t = tl.where(m_t, b_t - b_mean, 0.0)
-            # what the deviations still sum to is the rounding of the mean itself
+            # the deviations sum to the rounding error of the mean: subtract it
             b_left = tl.sum(b_h, 1)
             if TAIL > 0:
                 b_left += tl.sum(b_t, 1)
@@ -199,14 +198,14 @@ def row_kernel(
             tl.store(y + o_y + o_t, b_t, mask=m_t2)
 
     if eight is not None:  # noqa: SIM102
-        # asked while it runs: the same code whether wanted or not, so the rows have the same bits
+        # a run-time condition: the same code with and without fp8, so the rows have the same bits
         if wanted != 0:
             b_qh = b_h.to(tl.float32)
             b_largest = tl.max(tl.abs(b_qh), 1)
             if TAIL > 0:
                 b_qt = b_t.to(tl.float32)
                 b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_qt), 1))
-            b_in, b_out = eight_bit_scales(b_largest)
+            b_in, b_out = fp8_scales(b_largest)
             p_e = eight + (i_row * N)[:, None]
             b_qh = (b_qh * b_in[:, None]).to(eight.dtype.element_ty)
             tl.store(p_e + tl.max_contiguous(o_h, [1, 8]), b_qh, mask=m_row & m_h)
@@ -217,8 +216,8 @@ def row_kernel(
 
 
 # 2, 4 and 8 warps were tried on H200 at 4608x24x128, 2x2688x2048, 4608x3072 and 4096x4096: 16 to 24
-# elements a thread are fastest or level. NARROW, the elements of a program of several rows, is not
-# tuned beyond that.
+# elements per thread are fastest or tie. NARROW, the elements of a program with several rows, is
+# not tuned further.
 NARROW, PER_THREAD, MAX_WARPS = 2048, 16, 16
 
 
@@ -226,7 +225,7 @@ def head_and_tail(width: int) -> tuple[int, int]:
     """The blocks that hold a row: powers of two, the second may be 0."""
     head = 1 << (width.bit_length() - 1)
     tail = triton.next_power_of_2(width - head) if width > head else 0
-    # a masked block beats two tiny ones
+    # one masked block is faster than two tiny ones
     return (2 * head, 0) if head < 64 and tail else (head, tail)
 
 
@@ -238,14 +237,14 @@ def plan(row: RowCall, call: Call) -> TritonLaunch:
     tile = 1
     while tile * head * 2 <= NARROW and head <= 512:
         tile *= 2
-    # without a norm nothing is shared between threads, and more of them are faster: 12.9 against
-    # 13.3 us for modulate at 2x2688x2048 on H200
+    # without a norm threads share nothing, and more of them are faster: 12.9 against 13.3 us for
+    # modulate at 2x2688x2048 on H200
     each = PER_THREAD if row.norm != "none" else PER_THREAD // 2
     if row.norm != "none" and row.eight[0]:
-        each = 32  # 31.5 against 33.1 us at 2x4096x1536, level at 2048, 3072 and 4096
+        each = 32  # 31.5 against 33.1 us at 2x4096x1536, a tie at 2048, 3072 and 4096
     warps = min(MAX_WARPS, max(1, (head + tail) * tile // (32 * each)))
     if row.norm == "layer" and tail and call.target.capability[0] >= 10:
-        warps *= 2  # 24 elements a thread and a modulation beside them spill there
+        warps *= 2  # 24 elements per thread and a modulation spill registers there
     outer_middle = [s for place in strides for s in place[:2]]
     inner = dict(
         zip(

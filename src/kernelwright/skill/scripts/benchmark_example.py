@@ -1,11 +1,11 @@
-"""LTX-Video from prompt to frames: plain diffusers beside the kernels, bits compared, timed.
+"""LTX-Video from prompt to frames: plain diffusers and the kernels, compared and timed.
 
     python benchmark_example.py --tiny                                   seconds, on a CPU too
     python benchmark_example.py --num-frames 49 --steps 30               eager and exact+graphs
     python benchmark_example.py --config compile,exact+graphs,fused+graphs --out video.json
     python benchmark_example.py --use-optimized-kernels --model Lightricks/LTX-Video
 
-The options are those of `kernelwright bench video`, which this is.
+This is `kernelwright bench video`, with the same options.
 """
 
 import typer

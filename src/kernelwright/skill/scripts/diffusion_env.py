@@ -1,9 +1,9 @@
-"""What a benchmark needs to know first: the package, an idle GPU, a folder for results.
+"""What to check before a benchmark: the package, an idle GPU, a folder for results.
 
 python diffusion_env.py                             all of it, and whether the machine is usable
 python diffusion_env.py root                        the folder of kernelwright
-python diffusion_env.py idle-gpus --count 2         their numbers, for CUDA_VISIBLE_DEVICES
-python diffusion_env.py output-dir --kind profiles  made below the working folder
+python diffusion_env.py idle-gpus --count 2         their indices, for CUDA_VISIBLE_DEVICES
+python diffusion_env.py output-dir --kind profiles  created in the working folder
 """
 
 import argparse
@@ -16,12 +16,12 @@ from kernelwright.gpus import nvidia_smi
 
 
 def root() -> Path:
-    """Where the imported kernelwright lies: a checkout, or site-packages."""
+    """The folder of the imported kernelwright: a checkout, or site-packages."""
     return Path(kernelwright.__file__).parent
 
 
 def idle_gpus(count: int) -> list[int]:
-    """The first idle GPUs by nvidia-smi's number; exits where there are not so many."""
+    """The first idle GPUs by nvidia-smi's index; exits if there are fewer than `count`."""
     idle = [gpu.index for gpu in nvidia_smi()[1] if gpu.idle]
     if len(idle) < count:
         sys.exit(f"diffusion_env: {len(idle)} of {count} GPUs are idle: wait, or ask for fewer")
@@ -33,7 +33,9 @@ def output_folder(kind: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"diffusion_env: {folder} cannot be made ({error.strerror}): go to another folder")
+        sys.exit(
+            f"diffusion_env: {folder} cannot be created ({error.strerror}): run in another folder"
+        )
     return folder.resolve()
 
 

@@ -25,9 +25,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu; an idle GPU if there is one")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default an idle GPU")
     parser.add_argument("--out", type=Path, help="keep the package in this folder")
-    parser.add_argument("--use", metavar="REPO@vN", help="try a kernel of the Hub beside our ops")
+    parser.add_argument("--use", metavar="REPO@vN", help="try a kernel from the Hub in our ops")
     args = parser.parse_args()
     try:
         from kernels import Mode, get_local_kernel

@@ -1,4 +1,4 @@
-"""The kernels in a diffusers pipeline: look, inject, generate, compare bits, restore.
+"""The kernels in a diffusers pipeline: inspect, inject, generate, compare bits, restore.
 
 python ltx_kernel_injection_example.py                                random weights, tiny
 python ltx_kernel_injection_example.py --full                         random weights, 2B
@@ -21,9 +21,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="LTX-Video 2B, not a tiny one")
+    parser.add_argument("--full", action="store_true", help="LTX-Video 2B, not the tiny model")
     parser.add_argument("--model", help="a folder, or an id on the Hub")
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu; an idle GPU if there is one")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default an idle GPU")
     parser.add_argument("--numerics", default="exact", choices=NUMERICS)
     parser.add_argument("--graphs", action="store_true", help="replay the denoiser as a CUDA graph")
     parser.add_argument("--steps", type=int, default=3)

@@ -1,4 +1,4 @@
-"""The kernels in a language model: look, inject, compare logits, generate, restore.
+"""The kernels in a language model: inspect, inject, compare logits, generate, restore.
 
 python transformers_injection_example.py                           a tiny Llama, random weights
 python transformers_injection_example.py --preset qwen3-8b --full  a real size, random weights
@@ -24,11 +24,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", default="llama-3-8b", choices=PRESETS)
-    parser.add_argument("--full", action="store_true", help="the real size, not a tiny one")
+    parser.add_argument("--full", action="store_true", help="the real size, not the tiny model")
     parser.add_argument("--model", help="a folder, or an id on the Hub")
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu; an idle GPU if there is one")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default an idle GPU")
     parser.add_argument("--numerics", default="exact", choices=NUMERICS)
-    parser.add_argument("--tokens", type=int, default=32, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="length of the prompt")
     args = parser.parse_args()
     tiny = not (args.full or args.model)
     try:
@@ -52,7 +52,7 @@ def main() -> int:
             length = {"min_new_tokens": 4, "max_new_tokens": 4}
             generated = model.generate(words, **length, do_sample=False, pad_token_id=0)
         print(report)
-        print(f"{generated.shape[1] - args.tokens} tokens generated with the kernels in")
+        print(f"{generated.shape[1] - args.tokens} tokens generated with the kernels injected")
         same = torch.equal(fused, eager)
         print("the bits of eager" if same else f"difference {(fused - eager).abs().max():.3g}")
         back = torch.equal(model(words).logits, eager)

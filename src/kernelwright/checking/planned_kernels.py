@@ -1,0 +1,112 @@
+"""Every kernel that the declared cases launch, planned on meta tensors without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..backends import Target, Unsupported
+from ..ops.case import Case, Inputs
+from ..ops.op import Composite, Op, registry
+from ..ops.plan import Call
+
+# one GPU of each architecture, with its number of multiprocessors
+TARGETS = {
+    "sm_75": Target((7, 5), 40),
+    "sm_80": Target((8, 0), 108),
+    "sm_89": Target((8, 9), 142),
+    "sm_90": Target((9, 0), 132),
+    "sm_100": Target((10, 0), 148),
+    "sm_120": Target((12, 0), 170),
+}
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launch, the call it was planned for, and its name in reports."""
+
+    name: str
+    launch: Any
+    call: Call
+    dtype: torch.dtype
+    large: bool
+
+
+def kernels(
+    backend: str, arch: str, everything: bool, ops: Iterable[Op | Composite] | None = None
+) -> Iterator[Kernel]:
+    """The kernels of these ops, by default of all, for an architecture. `everything`: of each case,
+    shapes of models in every dtype and also for unaligned addresses; otherwise of the largest case
+    of each op, chain and dtype."""
+    for op in registry().values() if ops is None else ops:
+        if not isinstance(op, Op) or backend not in op.backends:
+            continue
+        cases = [c for c in op.cases if _elements(c)]
+        if not everything:
+            cases = [max(cases, key=_elements)]
+        for exact in (None, *(op.exact if backend == "cuda" else ())):
+            for case in cases:
+                for dtype in DTYPES if case.large else DTYPES[:1]:
+                    yield from _planned(op, backend, arch, exact, dtype, case, 16)
+                    if everything and case.large and not exact and dtype != torch.float16:
+                        yield from _planned(op, backend, arch, exact, dtype, case, dtype.itemsize)
+
+
+def _planned(
+    op: Op,
+    backend: str,
+    arch: str,
+    exact: str | None,
+    dtype: torch.dtype,
+    case: Case,
+    alignment: int,
+) -> Iterator[Kernel]:
+    arguments = case.arguments(Inputs(dtype, "meta"))
+    outputs = op.allocate(*(arguments[n] for n in op.arguments))
+    values = arguments | dict(zip(op.outputs, outputs, strict=True))
+    call = Call(values, op=op.name, exact=exact, target=TARGETS[arch], alignment=alignment)
+    try:
+        launch = getattr(op.kernels, backend)(call)
+    except Unsupported:
+        return
+    how = f", exact {exact}" if exact else ""
+    name = f"{op.name} [{case.name}] {dtype}{how}, {alignment}-byte"
+    yield Kernel(name, launch, call, dtype, case.large)
+
+
+def _elements(case: Case) -> int:
+    """The elements of the largest tensor; 0 if a tensor is empty."""
+    given = case.arguments(Inputs(torch.float32, "meta")).values()
+    counts = [t.numel() for t in given if isinstance(t, torch.Tensor)]
+    return max(counts) if all(counts) else 0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The resources of one kernel as ptxas reports them; stack and spills in bytes."""
+
+    entry: str
+    stack: int
+    stores: int
+    loads: int
+    registers: int
+
+    @property
+    def clean(self) -> bool:
+        return not (self.stack or self.stores or self.loads)
+
+
+def usage(report: str) -> list[Usage]:
+    """The kernels in a report of ptxas -v."""
+    found = re.findall(
+        r"Compiling entry function '(\w+)'(?:.*\n)+?"
+        r".*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+        r".*?Used (\d+) registers",
+        report,
+    )
+    return [Usage(entry, *map(int, numbers)) for entry, *numbers in found]

@@ -1,0 +1,1 @@
+"""Fusing any module: its forward written down as ATen ops, and planned as few kernels."""

@@ -1,0 +1,414 @@
+"""From nodes of a recorded graph to expressions: views become index arithmetic.
+
+`Builder.at(node, index)` is the element of a node's result at an index. Nodes in memory are loaded;
+all others are built from their operands. A view changes the index, a concatenation becomes a choice
+between its parts, an elementwise op a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .expression import Choice, Expression, Load, Row, Step
+from .index import Affine, CannotIndex, Cut, Space, Split
+from .recording import RMS_NORM
+
+aten: Any = torch.ops.aten
+Index = tuple[Affine, ...]
+
+# elementwise ops with PyTorch's bits; a result depends on the elements at its own index alone
+STEPS = frozenset(
+    getattr(aten, name)
+    for name in (
+        *("add", "sub", "rsub", "mul", "div", "neg", "abs", "pow", "square", "reciprocal"),
+        *("sqrt", "rsqrt", "exp", "sin", "cos", "tanh", "sigmoid", "silu", "gelu", "relu"),
+        *("leaky_relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where"),
+        *("_to_copy", "clone", "copy", "addcmul", "eq", "ne", "lt", "le", "gt", "ge"),
+        *("logical_not", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not"),
+    )
+)
+# the same, written over their first operand: pure if nothing else reads that
+IN_PLACE = {getattr(aten, f"{n}_"): getattr(aten, n) for n in ("add", "sub", "mul", "div", "neg")}
+REDUCTIONS = frozenset((aten.mean, aten.sum))
+
+
+def packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+class Builder:
+    """Expressions over the variables of one program."""
+
+    def __init__(self, space: Space, stored: Collection[fx.Node]) -> None:
+        self.space, self.stored = space, stored
+        self._known: dict[tuple[fx.Node, Index], Expression] = {}
+
+    def at(self, node: fx.Node, index: Index, inline: bool = False) -> Expression:
+        """The element of `node` at `index`; with `inline` not loaded even if it is in memory."""
+        key = node, index
+        if key not in self._known or inline:
+            try:
+                made = self._make(node, index, inline)
+            except CannotIndex as no:
+                no.node = no.node or node
+                raise
+            if inline:
+                return made
+            self._known[key] = made
+        return self._known[key]
+
+    def _make(self, node: fx.Node, index: Index, inline: bool) -> Expression:
+        if node in self.stored and not inline:
+            return Load(node.name, index, node.meta["val"].dtype)
+        kind = packet(node)
+        if kind in VIEWS:
+            return self.at(*VIEWS[kind](self.space, node, index))
+        if node.target.__name__ == "getitem":
+            return self._part(node, index)
+        if kind in STEPS or kind in IN_PLACE:
+            return self._step(node, index)
+        if kind in MOVES:
+            return MOVES[kind](self, node, index)
+        if kind in REDUCTIONS:
+            return self._reduction(node, index)
+        if node.target is RMS_NORM:
+            x, shape, weight, eps = node.args
+            return self._norm(RMS_NORM, x, (weight,), (eps,), index, len(shape))
+        raise CannotIndex(f"{node.target} has no element")
+
+    def _part(self, node: fx.Node, index: Index) -> Expression:
+        """One of several results."""
+        source, number = node.args
+        kind = packet(source)
+        if kind in PARTS:
+            return self.at(*PARTS[kind](node, source, number, index))
+        if kind is aten.native_layer_norm and number == 0:
+            x, shape, weight, bias, eps = source.args
+            return self._norm(source.target, x, (weight, bias), (eps,), index, len(shape))
+        raise CannotIndex(f"{source.target} has no element")
+
+    def _step(self, node: fx.Node, index: Index) -> Expression:
+        op = node.target
+        if op is aten.copy.default:  # what it is copied over does not matter
+            source = self._broadcast(node.args[1], shape_of(node), index)
+            dtype = node.meta["val"].dtype
+            return Step(aten._to_copy.default, (source,), (("dtype", dtype),), dtype)
+        if (pure := IN_PLACE.get(packet(node))) is not None:
+            op = getattr(pure, op._overloadname)
+        shape = shape_of(node)
+        args = tuple(
+            self._broadcast(a, shape, index) if isinstance(a, fx.Node) else a for a in node.args
+        )
+        # where the result lies is no part of what it is
+        kwargs = tuple((k, v) for k, v in node.kwargs.items() if k not in PLACE)
+        return Step(op, args, kwargs, node.meta["val"].dtype)
+
+    def _broadcast(self, node: fx.Node, shape: tuple[int, ...], index: Index) -> Expression:
+        own = shape_of(node)
+        taken = index[len(shape) - len(own) :]
+        return self.at(
+            node, tuple(Affine() if n == 1 else i for n, i in zip(own, taken, strict=True))
+        )
+
+    def _reduction(self, node: fx.Node, index: Index) -> Expression:
+        x, _, keep = (*node.args, False)[:3]
+        shape, dtype = shape_of(x), node.meta["val"].dtype
+        row = index[:-1] if keep else index
+        if shape[-1] == 2 and packet(node) is aten.sum and dtype == torch.float32:
+            both = tuple(self.at(x, (*row, Affine(i))) for i in (0, 1))
+            # a sum begins with zero, which makes a negative zero a positive one
+            return Step(aten.add.Tensor, (Step(aten.add.Tensor, both, (), dtype), 0.0), (), dtype)
+        over = self._along(shape[-1], row)
+        body = self.at(x, (*row, self._run(over)))
+        return Row(node.target, body, over, (), (), None, dtype)
+
+    def _norm(
+        self, op: Any, x: fx.Node, scales: tuple[Any, ...], args: Any, index: Index, dims: int
+    ) -> Expression:
+        if dims != 1:
+            raise CannotIndex("a norm over several dimensions")
+        shape = shape_of(x)
+        over = self._along(shape[-1], index[:-1])
+        along = self._run(over)
+        body = self.at(x, (*index[:-1], along))
+        parts = tuple(None if s is None else self.at(s, (along,)) for s in scales)
+        return Row(op, body, over, args, parts, index[-1], x.meta["val"].dtype)
+
+    def _along(self, size: int, row: Index) -> tuple[str, ...]:
+        """The variables along a row: the last ones that the row's own index does not have."""
+        taken = frozenset().union(*(i.names for i in row)) if row else frozenset()
+        over: list[str] = []
+        left = size
+        for name in reversed(self.space.extents):
+            if name in taken:
+                continue
+            extent = self.space.extents[name]
+            if left == 1:
+                break
+            if left % extent:
+                if extent % left == 0 and 1 < left < extent:
+                    raise Split(name, left)
+                raise CannotIndex(f"no variables of {size} elements")
+            over.insert(0, name)
+            left //= extent
+        if left > 1:
+            raise CannotIndex(f"no variables of {size} elements")
+        return tuple(over)
+
+    def _run(self, over: tuple[str, ...]) -> Affine:
+        """The index along these variables, the last one fastest."""
+        total = Affine()
+        for name in over:
+            total = total * self.space.extents[name] + Affine(0, ((name, 1),))
+        return total
+
+
+# views: (space, node, index) -> (the viewed node, the index there)
+
+Viewed = tuple[fx.Node, Index]
+
+
+def _reshaped(space: Space, node: fx.Node, index: Index) -> Viewed:
+    source = node.args[0]
+    number = space.ravelled(index, shape_of(node))
+    return source, tuple(space.unravelled(number, shape_of(source)))
+
+
+def _permuted(space: Space, node: fx.Node, index: Index) -> Viewed:
+    source, order = node.args
+    back: list[Affine] = [Affine()] * len(index)
+    for here, there in zip(index, order, strict=True):
+        back[there % len(index)] = here
+    return source, tuple(back)
+
+
+def _transposed(space: Space, node: fx.Node, index: Index) -> Viewed:
+    source, a, b = (*node.args, 0, 1)[:3]
+    back = list(index)
+    if len(back) > 1:
+        a, b = a % len(back), b % len(back)
+        back[a], back[b] = back[b], back[a]
+    return source, tuple(back)
+
+
+def _unsqueezed(space: Space, node: fx.Node, index: Index) -> Viewed:
+    source, dim = node.args
+    dim %= len(index)
+    return source, index[:dim] + index[dim + 1 :]
+
+
+def _expanded(space: Space, node: fx.Node, index: Index) -> Viewed:
+    source = node.args[0]
+    shape = shape_of(source)
+    taken = index[len(index) - len(shape) :]
+    return source, tuple(Affine() if n == 1 else i for n, i in zip(shape, taken, strict=True))
+
+
+def _sliced(space: Space, node: fx.Node, index: Index) -> Viewed:
+    source, dim, start, _, step = (*node.args, *(0, 0, None, None, 1)[len(node.args) - 1 :])[:5]
+    dim %= len(index)
+    start = _start(start, shape_of(source)[dim])
+    return source, (*index[:dim], index[dim] * (step or 1) + start, *index[dim + 1 :])
+
+
+def _selected(space: Space, node: fx.Node, index: Index) -> Viewed:
+    source, dim, number = node.args
+    shape = shape_of(source)
+    dim %= len(shape)
+    return source, (*index[:dim], Affine(number % shape[dim]), *index[dim:])
+
+
+def _same(space: Space, node: fx.Node, index: Index) -> Viewed:
+    return node.args[0], index
+
+
+def _start(start: int | None, size: int) -> int:
+    start = start or 0
+    return max(start + size, 0) if start < 0 else min(start, size)
+
+
+VIEWS: dict[Any, Callable[[Space, fx.Node, Index], Viewed]] = {
+    **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten.squeeze), _reshaped),
+    **dict.fromkeys((aten.unflatten, aten.flatten), _reshaped),
+    aten.permute: _permuted,
+    **dict.fromkeys((aten.transpose, aten.t), _transposed),
+    aten.unsqueeze: _unsqueezed,
+    aten.expand: _expanded,
+    aten.slice: _sliced,
+    aten.select: _selected,
+    **dict.fromkeys((aten.alias, aten.detach, aten.lift_fresh_copy), _same),
+}
+
+
+def _of_split(node: fx.Node, source: fx.Node, number: int, index: Index) -> Viewed:
+    x, sizes, dim = (*source.args, 0)[:3]
+    dim %= len(index)
+    start = sizes * number if isinstance(sizes, int) else sum(sizes[:number])
+    return x, (*index[:dim], index[dim] + start, *index[dim + 1 :])
+
+
+def _of_unbind(node: fx.Node, source: fx.Node, number: int, index: Index) -> Viewed:
+    x, dim = (*source.args, 0)[:2]
+    dim %= len(shape_of(x))
+    return x, (*index[:dim], Affine(number), *index[dim:])
+
+
+PARTS: dict[Any, Callable[[fx.Node, fx.Node, int, Index], Viewed]] = {
+    **dict.fromkeys((aten.split, aten.split_with_sizes), _of_split),
+    aten.unbind: _of_unbind,
+}
+# keyword arguments that say where a result lies, not what it is
+PLACE = frozenset(("layout", "device", "pin_memory", "non_blocking", "memory_format"))
+
+
+# moves: results whose parts come from elsewhere
+
+# a part of a result: where it starts and stops along a dimension, and its element at an index
+Piece = tuple[int, int, Callable[[Index], Expression]]
+# a variable of at most so many values may decide element by element
+UNROLLED = 4
+
+
+def _piece(
+    builder: Builder, index: Index, dim: int, pieces: list[Piece], dtype: torch.dtype
+) -> Expression:
+    """The element of the piece in which the index lies. Raises Cut if it may lie in several, and
+    what decides is a range of a variable rather than each of its few values."""
+    here = index[dim]
+    lowest, largest = here.constant, builder.space.largest(here)
+    found = [p for p in pieces if p[0] <= largest and lowest < p[1]]
+    if len(found) == 1:
+        start, _, make = found[0]
+        return make((*index[:dim], here + -start, *index[dim + 1 :]))
+    name, coefficient = max(here.terms, key=lambda term: term[1])
+    rest = here.without(name, 0)
+    if builder.space.largest(rest) - rest.constant >= coefficient:
+        raise CannotIndex(f"{here} in several parts")
+    extent = builder.space.extents[name]
+    if extent <= UNROLLED:
+        made = []
+        for value in range(extent):
+            at = tuple(i.without(name, value) for i in index)
+            made.append(_piece(builder, at, dim, pieces, dtype))
+        return Choice(name, tuple(made), dtype)
+    for border, _, _ in found[1:]:
+        position = border - rest.constant
+        if position % coefficient:
+            raise CannotIndex(f"{here} in parts that begin at {border}")
+        half = 2 * (position // coefficient) == extent and position // coefficient > 1
+        if half and coefficient == 1:
+            raise Split(name, extent // 2)
+        raise Cut(name, position // coefficient)
+    raise CannotIndex(f"{here} in no part")
+
+
+def _concatenated(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    tensors, dim = (*node.args, 0)[:2]
+    dim %= len(index)
+    pieces: list[Piece] = []
+    start = 0
+    for t in tensors:
+        if len(shape_of(t)) != len(index):
+            continue  # an empty tensor of one dimension joins anything
+        stop = start + shape_of(t)[dim]
+        pieces.append((start, stop, partial(builder.at, t)))
+        start = stop
+    return _piece(builder, index, dim, pieces, node.meta["val"].dtype)
+
+
+def _stacked(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    tensors, dim = (*node.args, 0)[:2]
+    dim %= len(index)
+
+    def of(t: fx.Node, at: Index) -> Expression:
+        return builder.at(t, (*at[:dim], *at[dim + 1 :]))
+
+    pieces: list[Piece] = [(i, i + 1, partial(of, t)) for i, t in enumerate(tensors)]
+    return _piece(builder, index, dim, pieces, node.meta["val"].dtype)
+
+
+def _scattered(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    """slice_scatter: a part of the first tensor is that of the second."""
+    given = (*node.args, *(None, None, 0, None, None, 1)[len(node.args) :])
+    x, part, dim, start, _, step = given[:6]
+    dim %= len(index)
+    start, step = _start(start, shape_of(x)[dim]), step or 1
+    stop, end = start + shape_of(part)[dim] * step, shape_of(x)[dim]
+    dtype = node.meta["val"].dtype
+
+    def elsewhere(lead: int, at: Index) -> Expression:
+        return builder.at(x, (*at[:dim], at[dim] + lead, *at[dim + 1 :]))
+
+    if step == 1:
+        ranges: list[Piece] = [
+            (0, start, partial(elsewhere, 0)),
+            (start, stop, partial(builder.at, part)),
+            (stop, end, partial(elsewhere, stop)),
+        ]
+        return _piece(builder, index, dim, [r for r in ranges if r[0] < r[1]], dtype)
+    if start >= step or stop < end:
+        raise CannotIndex("a part that ends before its tensor does")
+    quotient, remainder = builder.space.divided(index[dim], step)
+
+    def every(at: Index) -> Expression:
+        return builder.at(part, (*at[:dim], quotient, *at[dim + 1 :]))
+
+    def between(value: int, at: Index) -> Expression:
+        return builder.at(x, (*at[:dim], quotient * step + value, *at[dim + 1 :]))
+
+    found: list[Piece] = [
+        (v, v + 1, every if v == start else partial(between, v)) for v in range(step)
+    ]
+    return _piece(builder, (*index[:dim], remainder, *index[dim + 1 :]), dim, found, dtype)
+
+
+def _repeated(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    source = node.args[0]
+    shape = shape_of(source)
+    taken = index[len(index) - len(shape) :]
+    inner = [builder.space.divided(i, n)[1] for i, n in zip(taken, shape, strict=True)]
+    return builder.at(source, tuple(inner))
+
+
+def _as_complex(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    parts = tuple(builder.at(node.args[0], (*index, Affine(part))) for part in (0, 1))
+    return Step(aten.complex.default, parts, (), node.meta["val"].dtype)
+
+
+def _as_real(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    dtype = node.meta["val"].dtype
+
+    def of(op: Any, at: Index) -> Expression:
+        return Step(op, (builder.at(node.args[0], at[:-1]),), (), dtype)
+
+    pieces: list[Piece] = [(0, 1, partial(of, aten.real)), (1, 2, partial(of, aten.imag))]
+    return _piece(builder, index, len(index) - 1, pieces, dtype)
+
+
+def _empty(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    """Memory that nobody has written to yet: any number will do."""
+    return Step(aten.full.default, (0,), (), node.meta["val"].dtype)
+
+
+MOVES: dict[Any, Callable[[Builder, fx.Node, Index], Expression]] = {
+    aten.cat: _concatenated,
+    aten.stack: _stacked,
+    aten.slice_scatter: _scattered,
+    aten.repeat: _repeated,
+    aten.view_as_complex: _as_complex,
+    aten.view_as_real: _as_real,
+    aten.empty_like: _empty,
+}
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)

@@ -1,0 +1,634 @@
+"""CUDA C++ of a program with PyTorch's bits: each step rounded to its dtype, sums in ATen's order.
+
+One row is shared by the threads of a `Spread`; a thread holds vectors of V neighbours. Everything
+along a row is known when the kernel is compiled; the number of rows and the strides between them
+are arguments, so that one kernel serves every resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+
+from ..backends import Unsupported
+from ..backends.cuda import TYPES
+from ..ops.row.order import free_threads, mean_order, torch_order
+from .expression import Choice, Load, Step
+from .index import Affine, Space
+from .lowering import Lowered, Normed, Shape, Statistics, lowered, operands
+from .program import Program, Store
+from .recording import RMS_NORM
+
+aten: Any = torch.ops.aten
+# the widest access of a thread in bytes
+ACCESS = 16
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies that a program loads or stores."""
+
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Kernel:
+    """A kernel's source, and what it has to be given."""
+
+    code: str
+    block: int
+    rows_per_block: int
+    # (name, elements to add to its address), in the order of the kernel's arguments
+    pointers: list[tuple[str, int]]
+    # extents of the variables that count rows, outermost first
+    extents: list[int]
+    # for each pointer a stride for each of these variables
+    strides: list[list[int]]
+    alignment: int  # of every address, in elements of its dtype
+
+
+ENTRY = "kernelwright_program"
+
+
+def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel:
+    """The kernel of a program whose tensors lie so."""
+    return _Emitter(program, tensors).made()
+
+
+@dataclass
+class _Access:
+    """A pointer of the kernel: a tensor at a certain place of each row."""
+
+    number: int
+    name: str
+    dtype: torch.dtype
+    constant: int
+    strides: list[int]
+    dynamic: tuple[tuple[str, int], ...]
+
+
+@dataclass
+class _Emitter:
+    program: Program
+    tensors: Mapping[str, Tensor]
+    lines: list[str] = field(default_factory=list)
+    accesses: dict[Any, _Access] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.extents = dict(self.program.extents)
+        self.space = Space(self.extents)
+        self.shape = Shape.of(self.program)
+        self.width = prod(self.extents[n] for n in self.shape.along)
+        self.rows = prod(self.extents[n] for n in self.shape.rows)
+        self.values = [lowered(s.value, self.space) for s in self.program.stores]
+        self.order = _order(self._statistics(), self.width, self.rows)
+        for s in self._statistics():
+            self._orders[s] = _order_of(s, self.width, self.rows).norm.replace("MeanRms", "MeanSum")
+        self.V = self.order.vector if self.order else self._vector()
+        self.threads = (
+            self.order.threads if self.order else free_threads(self.width, self.V, normed=False)
+        )
+        self._digits()
+        self.names: dict[Any, str] = {}
+        self.numbers = count()
+
+    # the layout of a row
+
+    def _vector(self) -> int:
+        size = min((s.dtype.itemsize for s in self.program.stores), default=4)
+        vector = ACCESS // max(size, 2)
+        while vector > 1 and (self.width % vector or not self._fits(vector)):
+            vector //= 2
+        return vector
+
+    def _fits(self, vector: int) -> bool:
+        """Whether the lanes of a vector have values of the variables that are known."""
+        stride = 1
+        for name in reversed(self.shape.along):
+            reach = stride * self.extents[name]
+            if not (stride % vector == 0 or vector % reach == 0 or vector % stride == 0):
+                return False
+            if stride < vector < reach and reach % vector:
+                return False
+            stride = reach
+        return True
+
+    def _digits(self) -> None:
+        """For each variable along the row: its value in lane i, and the code for the rest."""
+        if self.width % self.V or not self._fits(self.V):
+            raise Unsupported(f"vectors of {self.V} along {self.width} elements")
+        self.lane: dict[str, list[int]] = {}
+        self.rest: dict[str, str] = {}
+        stride = 1
+        for name in reversed(self.shape.along):
+            extent = self.extents[name]
+            reach = stride * extent
+            whole = f"base / {stride}" if stride > 1 else "base"
+            whole = whole if reach == self.width else f"{whole} % {extent}"
+            if stride >= self.V:
+                self.lane[name], self.rest[name] = [0] * self.V, whole
+            elif reach <= self.V:
+                self.lane[name] = [i // stride % extent for i in range(self.V)]
+                self.rest[name] = ""
+            else:
+                self.lane[name] = [i // stride for i in range(self.V)]
+                self.rest[name] = whole
+            stride = reach
+
+    # what an expression depends on
+
+    def _depends(self, e: Any) -> bool:
+        """Whether it differs along a row."""
+        if e not in self._known:
+            self._known[e] = self._find_depends(e)
+        return self._known[e]
+
+    _known: dict[Any, bool] = field(default_factory=dict)
+
+    def _find_depends(self, e: Any) -> bool:
+        if isinstance(e, Statistics):
+            return False
+        if isinstance(e, Load):
+            return any(n in self.shape.along for i in e.index for n in i.names)
+        if isinstance(e, Choice) and e.name in self.shape.along:
+            return True
+        return any(map(self._depends, operands(e)))
+
+    def _level(self, e: Any) -> int:
+        """How many sums along the row have to be made before it."""
+        if e not in self._levels:
+            below = max(map(self._level, operands(e)), default=0)
+            self._levels[e] = below + isinstance(e, Statistics)
+        return self._levels[e]
+
+    _levels: dict[Any, int] = field(default_factory=dict)
+
+    def _statistics(self) -> list[Statistics]:
+        found: dict[Statistics, None] = {}
+
+        def look(e: Any) -> None:
+            for i in operands(e):
+                look(i)
+            if isinstance(e, Statistics):
+                found.setdefault(e)
+
+        for value in self.values:
+            look(value)
+        return list(found)
+
+    # the kernel
+
+    def made(self) -> Kernel:
+        block = max(128, self.threads)
+        stores = list(zip(self.program.stores, self.values, strict=True))
+        statistics = self._statistics()
+        last = max((self._level(v) for v in self.values), default=0)
+        self.held = self._held(stores, statistics)
+        self.early: dict[str, tuple[str, str]] = {}
+        body: list[str] = []
+        measured = False
+        for level in range(last + 1):
+            ready = [s for s in statistics if self._level(s) == level + 1]
+            done = [(s, v) for s, v in stores if self._level(v) == level]
+            body += self._loop(level, ready, done)
+            for s in ready:
+                # the sums before it may still be read by threads of other warps
+                body += ["  __syncthreads();"] if measured and self.threads > 32 else []
+                body += self._measured(s)
+                measured = True
+        head = self._head(block, bool(statistics))
+        code = "\n".join([*head, *self._vectors(), *body, "}", ""])
+        pointers = sorted(self.accesses.values(), key=lambda a: a.number)
+        return Kernel(
+            code.replace("@STRUCT@", self._struct()),
+            block,
+            block // self.threads,
+            [(a.name, a.constant) for a in pointers],
+            [self.extents[n] for n in self.shape.rows],
+            [a.strides for a in pointers],
+            self.V,
+        )
+
+    def _vectors(self) -> list[str]:
+        """All loads of vectors, before anything waits for one of them."""
+        loads = [f"    {name}[k].load({where});" for name, (_, where) in self.early.items()]
+        if not loads:
+            return []
+        return [
+            *(f"  {kind} {name}[S::K];" for name, (kind, _) in self.early.items()),
+            "#pragma unroll",
+            "  for (int k = 0; k < S::K; k++) if (S::inside(k)) {",
+            f"    const int base = S::vector(k) * {self.V};",
+            *loads,
+            "  }",
+        ]
+
+    def _struct(self) -> str:
+        count, rows = len(self.accesses), max(len(self.shape.rows), 1)
+        return (
+            f"struct Args {{ void* at[{count}]; i64 strides[{count}][{rows}]; "
+            f"unsigned extents[{rows}]; unsigned count; }};"
+        )
+
+    def _head(self, block: int, sums: bool) -> list[str]:
+        spread = f"using S = Spread<{self.width}, {self.V}, {self.threads}>;"
+        lines = [
+            '#include "ops/row/norms.cuh"',
+            '#include "ops/gelu/cuda.cuh"',
+            "using namespace kernelwright;",
+            "@STRUCT@",
+            f'extern "C" __global__ void __launch_bounds__({block})',
+            f"{ENTRY}(const __grid_constant__ Args a) {{",
+            f"  {spread}",
+            f"  const i64 number = (i64)blockIdx.x * {block // self.threads} + "
+            f"threadIdx.x / {self.threads};",
+            "  const bool live = number < a.count;",
+            "  unsigned row = live ? unsigned(number) : a.count - 1;",
+        ]
+        if not sums:
+            lines.append("  if (!live) return;")
+        for i in reversed(range(len(self.shape.rows))):
+            name = self.shape.rows[i]
+            if i:
+                lines.append(f"  const unsigned {name} = row % a.extents[{i}];")
+                lines.append(f"  row /= a.extents[{i}];")
+            else:
+                lines.append(f"  const unsigned {name} = row;")
+        for access in self.accesses.values():
+            terms = [
+                f"{name} * a.strides[{access.number}][{i}]"
+                for i, name in enumerate(self.shape.rows)
+                if access.strides[i]
+            ]
+            offset = " + ".join(terms) if terms else "0"
+            kind = _type(access.dtype)
+            lines.append(
+                f"  {kind}* const p{access.number} = ({kind}*)a.at[{access.number}] + {offset};"
+            )
+        if self.order:
+            for n in dict.fromkeys(self._orders.values()):
+                lines.append(f"  __shared__ float {_scratch(n)}[Scratch<{n}, S, {block}>::FLOATS];")
+        return lines
+
+    _orders: dict[Statistics, str] = field(default_factory=dict)
+
+    def _held(self, stores: list[tuple[Store, Lowered]], statistics: list[Statistics]) -> set[Any]:
+        """Values along the row that a later level reads again: they stay in registers."""
+        held: set[Any] = {s.x for s in statistics if self._depends(s.x)}
+
+        def look(e: Any, level: int) -> None:
+            if isinstance(e, Statistics):
+                return
+            again = any(self._level(s) == self._level(e) + 1 for s in statistics)
+            computed = again and not isinstance(e, Load)
+            if computed and self._level(e) < level and self._depends(e):
+                held.add(e)
+                return
+            for i in operands(e):
+                look(i, level)
+
+        for _, value in stores:
+            look(value, self._level(value))
+        for s in statistics:
+            look(s.x, self._level(s.x))
+        return {e for e in held if not isinstance(e, Statistics)}
+
+    def _loop(
+        self, level: int, ready: list[Statistics], done: list[tuple[Store, Lowered]]
+    ) -> list[str]:
+        """Everything of one level: what sums are made of, and what is stored."""
+        wanted = [e for e in self.held if self._level(e) == level]
+        roots = [*(s.x for s in ready), *wanted, *(v for _, v in done)]
+        if not roots:
+            return []
+        self.scalars: list[str] = []
+        self.inner: list[str] = []
+        self.done: dict[Any, list[str]] = {}
+        self.vectors: dict[Any, str] = {}
+        self.texts: dict[str, str] = {}
+        for e in dict.fromkeys(roots):
+            lanes = self._lanes(e, level)
+            if e in self.held and self._level(e) == level:
+                for i, name in enumerate(lanes):
+                    self.inner.append(f"{self._array(e)}[k][{i}] = {name};")
+        for store, value in done:
+            self._stored(store, self._lanes(value, level))
+        arrays = [f"  float {self._array(e)}[S::K][{self.V}];" for e in wanted]
+        loop = [
+            "#pragma unroll",
+            "  for (int k = 0; k < S::K; k++) if (S::inside(k)) {",
+            f"    const int base = S::vector(k) * {self.V};",
+            *(f"    {line}" for line in self.inner),
+            "  }",
+        ]
+        return [*(f"  {line}" for line in self.scalars), *arrays, *loop]
+
+    def _array(self, e: Any) -> str:
+        return self.names.setdefault(e, f"held{len(self.names)}")
+
+    def _measured(self, s: Statistics) -> list[str]:
+        """The statistics of a row, from the values that its threads hold."""
+        order = self._orders[s]
+        name, array = self.names.setdefault(s, f"sum{len(self.names)}"), self._array(s.x)
+        get = f"[&](int k, int i) {{ return {array}[k][i]; }}"
+        if s.op is aten.mean.dim:
+            factor = mean_order(self.width, self.rows, self.V).factor
+            total = f"{order}::template of<S>({get}, {_scratch(order)})"
+            return [f"  const float {name} = __fmul_rn({total}, {_float(factor)});"]
+        eps = s.args[0]
+        if eps is None:
+            eps = torch.finfo(s.dtype).eps
+        call = f"{name}.template measure<S>({get}, {_float(eps)}, 0.f, {_scratch(order)});"
+        return [f"  {order} {name};", f"  {call}"]
+
+    # expressions
+
+    def _lanes(self, e: Any, level: int) -> list[str]:
+        """The names of the values of an expression, one for each lane."""
+        if e in self.done:
+            return self.done[e]
+        if isinstance(e, Statistics):
+            lanes = [self.names[e]] * self.V
+        elif e in self.held and self._level(e) < level:
+            lanes = [f"{self._array(e)}[k][{i}]" for i in range(self.V)]
+        elif isinstance(e, Load):
+            lanes = self._loaded(e)
+        elif isinstance(e, Choice):
+            lanes = self._chosen(e, level)
+        else:
+            lanes = self._computed(e, level)
+        self.done[e] = lanes
+        return lanes
+
+    def _computed(self, e: Any, level: int) -> list[str]:
+        if isinstance(e, Normed):
+            of = self.names[e.of]
+            given = [self._lanes(e.x, level)]
+            given += [self._lanes(s, level) if s is not None else [""] * self.V for s in e.scales]
+            lines = [_normed(of, e, [g[i] for g in given]) for i in range(self.V)]
+        else:
+            args = [
+                self._lanes(a, level) if isinstance(a, Lowered) else [_number(a)] * self.V
+                for a in e.args
+            ]
+            types = [a.dtype if isinstance(a, Lowered) else None for a in e.args]
+            make = _step(e, types)
+            lines = [make([a[i] for a in args]) for i in range(self.V)]
+        if not self._depends(e):
+            return [self._named(self.scalars, lines[0])] * self.V
+        return [self._named(self.inner, line) for line in lines]
+
+    def _named(self, into: list[str], text: str) -> str:
+        """A name for a value; the same one if it was computed before."""
+        if text.isidentifier():
+            return text
+        if text not in self.texts:
+            name = self.texts[text] = f"e{next(self.numbers)}"
+            into.append(f"const float {name} = {text};")
+        return self.texts[text]
+
+    def _chosen(self, e: Choice, level: int) -> list[str]:
+        pieces = [self._lanes(p, level) for p in e.pieces]
+        if e.name in self.shape.along and not self.rest[e.name]:
+            return [pieces[self.lane[e.name][i]][i] for i in range(self.V)]
+        if e.name in self.shape.along and any(self.lane[e.name]):
+            raise Unsupported("a choice inside a vector")
+        value = e.name if e.name in self.shape.rows else f"({self.rest[e.name]})"
+        lines = []
+        for i in range(self.V):
+            text = pieces[-1][i]
+            for k in reversed(range(len(pieces) - 1)):
+                text = f"({value} == {k} ? {pieces[k][i]} : {text})"
+            lines.append(self._named(self.inner, text))
+        return lines
+
+    # memory
+
+    def _address(
+        self, name: str, index: tuple[Affine, ...], dtype: torch.dtype
+    ) -> tuple[_Access, list[int]]:
+        """The pointer of an access, and what to add to it in each lane."""
+        tensor = self.tensors[name]
+        total = Affine()
+        for part, stride in zip(index, tensor.strides, strict=True):
+            total = total + part * stride
+        terms = dict(total.terms)
+        strides = [terms.get(n, 0) for n in self.shape.rows]
+        along = {n: terms.get(n, 0) for n in self.shape.along}
+        dynamic = tuple((n, c) for n, c in along.items() if c and self.rest[n])
+        lanes = [
+            total.constant + sum(c * self.lane[n][i] for n, c in along.items())
+            for i in range(self.V)
+        ]
+        low = min(lanes) // self.V * self.V
+        key = name, tuple(strides), dynamic, low
+        if key not in self.accesses:
+            number = len(self.accesses)
+            self.accesses[key] = _Access(number, name, dtype, low, strides, dynamic)
+        return self.accesses[key], [lane - low for lane in lanes]
+
+    def _offset(self, access: _Access) -> str:
+        """What to add to a pointer for the vector at `base`."""
+        stride, dense = 1, True
+        for name in reversed(self.shape.along):
+            coefficient = dict(access.dynamic).get(name, 0)
+            dense &= not self.rest[name] or coefficient == stride
+            stride *= self.extents[name]
+        if dense and access.dynamic:
+            return "base"
+        terms = [f"({self.rest[n]}) * {c}" for n, c in access.dynamic]
+        return " + ".join(terms) if terms else "0"
+
+    def _is_aligned(self, access: _Access) -> bool:
+        """Whether every vector begins at a multiple of V elements, if its tensor does."""
+        steps = (*access.strides, *(c * self._step_of(n) for n, c in access.dynamic))
+        return all(step % self.V == 0 for step in steps)
+
+    def _step_of(self, name: str) -> int:
+        """By how much a variable changes from vector to vector, at least."""
+        lanes = self.lane[name]
+        return lanes[-1] + 1 if any(lanes) else 1
+
+    def _loaded(self, e: Load) -> list[str]:
+        access, lanes = self._address(e.source, e.index, e.dtype)
+        kind, offset = _type(e.dtype), self._offset(access)
+        into = self.inner if access.dynamic or len(set(lanes)) > 1 else self.scalars
+        within = self.V > 1 and max(lanes) < self.V and len(set(lanes)) > 1
+        if within and e.dtype in TYPES and self._is_aligned(access):
+            name = f"v{access.number}"
+            self.early.setdefault(name, (f"Vec<{kind}, {self.V}>", f"p{access.number} + {offset}"))
+            return [f"{name}[k].get({lane})" for lane in lanes]
+        found = []
+        for lane in lanes:
+            key = "single", access.number, lane
+            if key not in self.vectors:
+                name = self.vectors[key] = f"x{access.number}_{len(self.vectors)}"
+                value = f"widen(p{access.number}[{offset} + {lane}])"
+                if e.dtype not in TYPES:
+                    value = f"float(p{access.number}[{offset} + {lane}])"
+                into.append(f"const float {name} = {value};")
+            found.append(self.vectors[key])
+        return found
+
+    def _stored(self, store: Store, lanes: list[str]) -> None:
+        access, places = self._address(store.target, store.index, store.dtype)
+        kind, offset = _type(store.dtype), self._offset(access)
+        if store.dtype not in TYPES:
+            raise Unsupported(f"results of {store.dtype}")
+        dense = places == list(range(self.V)) and self.V > 1 and self._is_aligned(access)
+        self.inner.append("if (live) {")
+        if dense:
+            name = f"o{access.number}"
+            self.inner.append(f"Vec<{kind}, {self.V}> {name};")
+            for i in range(0, self.V, 2):
+                self.inner.append(f"{name}.set({i}, {lanes[i]}, {lanes[i + 1]});")
+            self.inner.append(f"{name}.store_whole(p{access.number} + {offset});")
+        else:
+            for lane, place in zip(lanes, places, strict=True):
+                self.inner.append(f"p{access.number}[{offset} + {place}] = narrow<{kind}>({lane});")
+        self.inner.append("}")
+
+
+@dataclass(frozen=True)
+class _Spread:
+    threads: int
+    vector: int
+
+
+def _order(statistics: list[Statistics], width: int, rows: int) -> _Spread | None:
+    """How the threads share a row, which the order of its sums decides."""
+    found: set[_Spread] = set()
+    for s in statistics:
+        order = _order_of(s, width, rows)
+        found.add(_Spread(order.threads, order.vector))
+    if len(found) > 1:
+        raise Unsupported("sums of one row in different orders")
+    return found.pop() if found else None
+
+
+def _order_of(s: Statistics, width: int, rows: int) -> Any:
+    room = 8
+    if s.op is aten.mean.dim:
+        if s.dtype != torch.float32:
+            raise Unsupported(f"at::mean of {s.dtype}")
+        return mean_order(width, rows, room)
+    if s.op is RMS_NORM:
+        return torch_order(width, "TorchRms", room)
+    if s.op is aten.native_layer_norm.default:
+        return torch_order(width, "TorchLayer", room)
+    raise Unsupported(f"{s.op} has no order of summation here")
+
+
+def _scratch(norm: str) -> str:
+    return "shared_" + "".join(c if c.isalnum() else "_" for c in norm)
+
+
+def _type(dtype: torch.dtype) -> str:
+    names = {**TYPES, torch.bool: "bool", torch.int64: "i64", torch.int32: "int"}
+    if dtype not in names:
+        raise Unsupported(f"tensors of {dtype}")
+    return names[dtype]
+
+
+def _float(value: float) -> str:
+    return f"{torch.tensor(value, dtype=torch.float32).item()!r}f"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1.f" if value else "0.f"
+    return _float(float(value)) if isinstance(value, int | float) else ""
+
+
+def _normed(of: str, e: Normed, given: list[str]) -> str:
+    x, weight, bias = (*given, "", "")[:3]
+    kind = _type(e.dtype)
+    rounding = f"Each<{kind}>"
+    return (
+        f"{of}.template apply<{rounding}>({x}, {_flag(weight)}, {weight or '1.f'}, "
+        f"{_flag(bias)}, {bias or '0.f'})"
+    )
+
+
+def _flag(text: str) -> str:
+    return "true" if text else "false"
+
+
+# steps: C++ of one element, before it is rounded
+
+
+def _binary(function: str) -> Callable[..., str]:
+    return lambda a, b, **_: f"{function}({a}, {b})"
+
+
+def _power(a: str, exponent: Any) -> str:
+    value = float(exponent.rstrip("f"))
+    if value == 2:
+        return f"__fmul_rn({a}, {a})"
+    if value == 0.5:
+        return f"__fsqrt_rn({a})"
+    raise Unsupported(f"a power of {value}")
+
+
+STEPS: dict[Any, Callable[..., str]] = {
+    aten.add: _binary("__fadd_rn"),
+    aten.sub: _binary("__fsub_rn"),
+    aten.mul: _binary("__fmul_rn"),
+    aten.div: _binary("__fdiv_rn"),
+    aten.rsub: lambda a, b, **_: f"__fsub_rn({b}, {a})",
+    aten.neg: lambda a: f"(-{a})",
+    aten.pow: _power,
+    aten.square: lambda a: f"__fmul_rn({a}, {a})",
+    aten.rsqrt: lambda a: f"rsqrtf({a})",
+    aten.sqrt: lambda a: f"__fsqrt_rn({a})",
+    aten.reciprocal: lambda a: f"__fdiv_rn(1.f, {a})",
+    aten.exp: lambda a: f"expf({a})",
+    aten.sin: lambda a: f"sinf({a})",
+    aten.cos: lambda a: f"cosf({a})",
+    aten.tanh: lambda a: f"tanhf({a})",
+    aten.sigmoid: lambda a: f"logistic<false>(1.f, {a})",
+    aten.silu: lambda a: f"logistic<false>({a}, {a})",
+    aten.relu: lambda a: f"({a} <= 0.f ? 0.f : {a})",
+    aten.abs: lambda a: f"fabsf({a})",
+    aten.where: lambda c, a, b: f"({c} != 0.f ? {a} : {b})",
+    aten._to_copy: lambda a, **_: a,
+    aten.clone: lambda a, **_: a,
+    aten.addcmul: lambda a, b, c, **_: f"__fadd_rn({a}, __fmul_rn({b}, {c}))",
+    aten.full: lambda a: a,
+    aten.maximum: _binary("fmaxf"),
+    aten.minimum: _binary("fminf"),
+}
+GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
+
+
+def _step(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]], str]:
+    """What makes one lane of a step, rounded to its dtype."""
+    packet = getattr(e.op, "overloadpacket", e.op)
+    kwargs = dict(e.kwargs)
+    if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
+        raise Unsupported("complex numbers")
+    if any(t in (torch.int64, torch.int32, torch.float64) for t in (*types, e.dtype)):
+        raise Unsupported("whole numbers or float64")
+    if kwargs.pop("alpha", 1) != 1 or kwargs.pop("value", 1) != 1:
+        raise Unsupported(f"{e.op} with a factor")
+    if kwargs.pop("rounding_mode", None) is not None:
+        raise Unsupported(f"{e.op} with a rounding of its own")
+    if packet is aten.gelu:
+        name = GELU[kwargs.get("approximate", "none")]
+        return lambda a: _rounded(f"{name}({a[0]})", e.dtype)
+    make = STEPS.get(packet)
+    if make is None:
+        raise Unsupported(f"{e.op} has no code here")
+    return lambda a: _rounded(make(*a), e.dtype)
+
+
+def _rounded(text: str, dtype: torch.dtype) -> str:
+    if dtype in (torch.float32, torch.bool):
+        return text
+    return f"rounded<{_type(dtype)}>({text})"

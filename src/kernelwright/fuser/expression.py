@@ -1,0 +1,95 @@
+"""What an element of a program's result is made of: loads, steps, choices between parts, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .index import Affine
+
+
+@dataclass(frozen=True)
+class Load:
+    """An element of a tensor in memory; `index` has one entry for each dimension."""
+
+    source: str
+    index: tuple[Affine, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Step:
+    """An ATen op on single elements, its result rounded to `dtype`. Arguments are expressions,
+    numbers or None."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several expressions, by the value of a variable, on which none of them depends."""
+
+    name: str
+    pieces: tuple[Expression, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an ATen op makes of all elements of a row, in that op's own order of summation.
+
+    `over` are the variables along the row, `x` its element there. A reduction (mean, sum) gives one
+    value a row. A norm gives one for each element, with `scales` the elements of its weight and
+    bias; the one that is meant is that at position `at`.
+    """
+
+    op: Any
+    x: Expression
+    over: tuple[str, ...]
+    args: tuple[Any, ...]
+    scales: tuple[Expression | None, ...]
+    at: Affine | None
+    dtype: torch.dtype
+
+    @property
+    def reduces(self) -> bool:
+        return self.at is None
+
+
+Expression = Load | Step | Choice | Row
+
+
+def inside(e: Any) -> Iterator[Expression]:
+    """The expressions that one is made of, without itself."""
+    if isinstance(e, Step):
+        yield from (a for a in e.args if isinstance(a, Expression))
+    elif isinstance(e, Choice):
+        yield from e.pieces
+    elif isinstance(e, Row):
+        yield e.x
+        yield from (s for s in e.scales if s is not None)
+
+
+def walk(*roots: Expression) -> Iterator[Expression]:
+    """Each expression once, operands before what is made of them."""
+    seen: set[int] = set()
+    stack: list[tuple[Expression, bool]] = [(e, False) for e in reversed(roots)]
+    known: set[Expression] = set()
+    while stack:
+        e, ready = stack.pop()
+        if ready:
+            if e not in known:
+                known.add(e)
+                yield e
+            continue
+        if id(e) in seen:
+            continue
+        seen.add(id(e))
+        stack.append((e, True))
+        stack += [(i, False) for i in inside(e)]

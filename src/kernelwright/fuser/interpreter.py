@@ -1,0 +1,112 @@
+"""Runs a program with PyTorch's own ops, one for each expression: what a kernel of it has to give.
+
+This is the program on machines without a GPU, and what its plan is tested with: it sees what the
+program says, not the graph that it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .expression import Choice, Expression, Load, Row, Step, walk
+from .index import Affine
+from .program import Program
+
+aten: Any = torch.ops.aten
+
+
+def run(program: Program, tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+    """Write what the program stores into `outputs`."""
+    runner = _Run(program, tensors, next(iter(outputs.values())).device)
+    for e in walk(*(s.value for s in program.stores)):
+        runner.values[e] = runner.value(e)
+    for s in program.stores:
+        into = runner.view(outputs[s.target], s.index)
+        into.copy_(runner.values[s.value].expand(runner.shape))
+
+
+class _Run:
+    def __init__(
+        self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.names = [n for n, _ in program.extents]
+        self.extents = dict(program.extents)
+        self.shape = [e for _, e in program.extents]
+        self.tensors, self.device = tensors, device
+        self.values: dict[Expression, Tensor] = {}
+
+    def value(self, e: Expression) -> Tensor:
+        """An expression for all values of the variables: one dimension for each of them, of size
+        one where it does not depend on it."""
+        if isinstance(e, Load):
+            return self._load(e)
+        if isinstance(e, Step):
+            return self._step(e)
+        if isinstance(e, Choice):
+            return self._choice(e)
+        return self._row(e)
+
+    def _step(self, e: Step) -> Tensor:
+        args = [self.values[a] if isinstance(a, Expression) else a for a in e.args]
+        if e.op is aten.full.default:
+            return torch.zeros([1] * len(self.shape), dtype=e.dtype, device=self.device)
+        result = e.op(*args, **dict(e.kwargs))
+        return result if result.dtype == e.dtype else result.to(e.dtype)
+
+    def _load(self, e: Load) -> Tensor:
+        return self.view(self.tensors[e.source], e.index)
+
+    def view(self, source: Tensor, index: tuple[Affine, ...]) -> Tensor:
+        """The elements of a tensor at an index, one dimension for each variable."""
+        total = Affine()
+        for part, size, stride in zip(index, source.shape, source.stride(), strict=True):
+            lowest = part.constant + sum(min(0, c * (self.extents[n] - 1)) for n, c in part.terms)
+            largest = part.constant + sum(max(0, c * (self.extents[n] - 1)) for n, c in part.terms)
+            assert 0 <= lowest <= largest < size, f"{part} outside of {size}"
+            total = total + part * stride
+        coefficients = dict(total.terms)
+        shape = [self.extents[n] if n in coefficients else 1 for n in self.names]
+        strides = [coefficients.get(n, 0) for n in self.names]
+        return source.as_strided(shape, strides, source.storage_offset() + total.constant)
+
+    def _choice(self, e: Choice) -> Tensor:
+        place = self.names.index(e.name)
+        parts = [self.values[p] for p in e.pieces]
+        sizes = [max(p.shape[d] for p in parts) for d in range(len(self.names))]
+        return torch.cat([p.expand(sizes) for p in parts], place)
+
+    def _row(self, e: Row) -> Tensor:
+        x = self.values[e.x]
+        size = prod(self.extents[n] for n in e.over)
+        rows = [n for n in self.names if n not in e.over]
+        order = [self.names.index(n) for n in (*rows, *e.over)]
+        sizes = [self.extents[n] if n in e.over else x.shape[i] for i, n in enumerate(self.names)]
+        whole = x.expand(sizes).permute(order)
+        lead = whole.shape[: len(rows)]
+        table = whole.reshape(*lead, size)
+        if e.at is None:
+            result = e.op(table, [-1], True)
+            back = [order.index(i) for i in range(len(order))]
+            return result.reshape([*lead, *[1] * len(e.over)]).permute(back)
+        scales = [None if s is None else self._along(s, e.over, size) for s in e.scales]
+        result = e.op(table, [size], *scales, *e.args)
+        result = (result[0] if isinstance(result, tuple) else result).contiguous()
+        index = [
+            Affine(0, ((n, 1),)) if s > 1 else Affine() for n, s in zip(rows, lead, strict=True)
+        ]
+        return self.view(result, (*index, e.at))
+
+    def _along(self, scale: Expression, over: tuple[str, ...], size: int) -> Tensor:
+        """A weight of a norm as a row of its own."""
+        value = self.values[scale]
+        full = value.expand(
+            [self.extents[n] if n in over else value.shape[i] for i, n in enumerate(self.names)]
+        )
+        rows = [i for i, n in enumerate(self.names) if n not in over]
+        order = rows + [self.names.index(n) for n in over]
+        return full.permute(order).reshape(-1, size)[0].contiguous()

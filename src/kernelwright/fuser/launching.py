@@ -1,0 +1,74 @@
+"""Runs programs as CUDA kernels: compiled by NVRTC once a source, launched with its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .. import backends
+from ..backends import Unsupported
+from ..backends.cuda import CudaLaunch
+from . import cuda_source
+from .cuda_source import ENTRY, Kernel
+from .program import Program
+
+MAX_ROWS = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class ProgramLaunch(CudaLaunch):
+    """A launch of generated source."""
+
+    text: str = ""
+
+    @property
+    def entry(self) -> str:
+        return ENTRY
+
+    @property
+    def code(self) -> str:
+        return self.text
+
+
+def launch_of(kernel: Kernel) -> ProgramLaunch:
+    rows = prod(kernel.extents)
+    if rows > MAX_ROWS:
+        raise Unsupported(f"{rows} rows")
+    padded = [s or [0] for s in kernel.strides]
+    extents = kernel.extents or [1]
+    return ProgramLaunch(
+        source="fuser",
+        template=ENTRY,
+        arguments="Args",
+        grid=-(-rows // kernel.rows_per_block),
+        block=kernel.block,
+        pointers=tuple(f"{name} {i}" for i, (name, _) in enumerate(kernel.pointers)),
+        layout=f"{sum(map(len, padded))}q{len(extents)}II",
+        scalars=(*(s for stride in padded for s in stride), *extents, rows),
+        text=kernel.code,
+    )
+
+
+class Launched:
+    """One program on one GPU, for tensors of one layout."""
+
+    def __init__(
+        self, program: Program, tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        layout = {n: cuda_source.Tensor(t.stride(), t.dtype) for n, t in tensors.items()}
+        kernel = cuda_source.kernel(program, layout)
+        launch = launch_of(kernel)
+        self.alignment = kernel.alignment
+        self.places = [
+            (name, offset * tensors[name].element_size()) for name, offset in kernel.pointers
+        ]
+        present = dict.fromkeys(launch.pointers, True)
+        self.launch: Callable[[Sequence[int]], None] = backends.load(
+            launch, present, device, "a program"
+        )
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.launch([tensors[name].data_ptr() + offset for name, offset in self.places])

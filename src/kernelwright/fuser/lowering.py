@@ -1,0 +1,139 @@
+"""A program as a kernel sees it: rows, the elements along a row, and what is loaded from where.
+
+Variables along a row (`along`) are spread over threads and vector lanes; those that count rows are
+known to a whole row. A norm is taken apart into its statistics, which are one value a row, and what
+it does to each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+
+from ..backends import Unsupported
+from .expression import Choice, Expression, Load, Row, Step
+from .index import Affine, Space
+from .program import Program
+
+# without a sum along the row, rows are as long as whole dimensions make them, up to this
+LONGEST = 8192
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of a row, in the order of summation of an ATen op: the state of a norm, or a sum."""
+
+    op: Any
+    x: Any
+    over: tuple[str, ...]
+    args: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Normed:
+    """One element, normalised with the statistics of its row."""
+
+    of: Statistics
+    x: Any
+    scales: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+Lowered = Load | Step | Choice | Statistics | Normed
+
+
+def operands(e: Any) -> list[Any]:
+    if isinstance(e, Statistics):
+        return [e.x]
+    if isinstance(e, Normed):
+        return [e.of, e.x, *(s for s in e.scales if s is not None)]
+    if isinstance(e, Step):
+        return [a for a in e.args if isinstance(a, Lowered)]
+    return list(e.pieces) if isinstance(e, Choice) else []
+
+
+def lowered(e: Expression, space: Space) -> Lowered:
+    """The same expression with its rows taken apart."""
+
+    @cache
+    def low(e: Any) -> Any:
+        if isinstance(e, Step):
+            return replace(e, args=tuple(low(a) if _is_expression(a) else a for a in e.args))
+        if isinstance(e, Choice):
+            return replace(e, pieces=tuple(map(low, e.pieces)))
+        if isinstance(e, Row):
+            of = Statistics(e.op, low(e.x), e.over, e.args, e.dtype)
+            if e.at is None:
+                return of
+            sizes = [space.extents[n] for n in e.over]
+            places = dict(zip(e.over, space.unravelled(e.at, sizes), strict=True))
+            scales = tuple(None if s is None else low(moved(s, places)) for s in e.scales)
+            return Normed(of, low(moved(e.x, places)), scales, e.dtype)
+        return e
+
+    return low(e)
+
+
+def moved(e: Any, places: Mapping[str, Affine]) -> Any:
+    """An expression at other values of some variables."""
+    if all(places.get(n, v) == v for n, v in ((n, Affine(0, ((n, 1),))) for n in places)):
+        return e
+
+    @cache
+    def move(e: Any) -> Any:
+        if isinstance(e, Load):
+            return replace(e, index=tuple(_moved(i, places) for i in e.index))
+        if isinstance(e, Step):
+            return replace(e, args=tuple(move(a) if _is_expression(a) else a for a in e.args))
+        if isinstance(e, Choice):
+            if e.name not in places:
+                return replace(e, pieces=tuple(map(move, e.pieces)))
+            at = places[e.name]
+            if at.terms:
+                raise Unsupported("a choice by a variable that moves")
+            return move(e.pieces[at.constant])
+        if set(e.over) & set(places):
+            raise Unsupported("a row inside a row")
+        return e
+
+    return move(e)
+
+
+def _moved(index: Affine, places: Mapping[str, Affine]) -> Affine:
+    total = Affine(index.constant)
+    for name, coefficient in index.terms:
+        total = total + places.get(name, Affine(0, ((name, 1),))) * coefficient
+    return total
+
+
+def _is_expression(value: Any) -> bool:
+    return isinstance(value, Load | Step | Choice | Row)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which variables count rows, and which lie along them."""
+
+    rows: tuple[str, ...]
+    along: tuple[str, ...]
+
+    @staticmethod
+    def of(program: Program) -> Shape:
+        names = [n for n, _ in program.extents]
+        found = {r.over for r in program.rows}
+        if len(found) > 1:
+            raise Unsupported("rows along different dimensions in one program")
+        if found:
+            (along,) = found
+            return Shape(tuple(n for n in names if n not in along), along)
+        extents, last = dict(program.extents), len(names)
+        while last > 0 and prod(extents[n] for n in names[last - 1 :]) <= LONGEST:
+            last -= 1
+        last = min(last, max(len(names) - 1, 0))
+        return Shape(tuple(names[:last]), tuple(names[last:]))

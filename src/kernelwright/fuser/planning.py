@@ -1,0 +1,379 @@
+"""Which nodes of a recorded graph are computed together in one program, and which are stored.
+
+GEMMs, attention and ops that are not known here stay PyTorch's. A node between them is stored if
+one of these reads it, or if programs in different *stages* need it and computing it again would
+read more than storing it does. The stage of a node is the number of PyTorch's ops on the longest
+way to it: programs of one stage do not wait for each other. Stores of one stage that share what
+they are made of are one program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from .building import (
+    IN_PLACE,
+    MOVES,
+    PARTS,
+    REDUCTIONS,
+    STEPS,
+    VIEWS,
+    Builder,
+    aten,
+    is_tensor,
+    packet,
+    shape_of,
+)
+from .expression import Load, walk
+from .index import Affine, CannotIndex, Cut, Space, Split
+from .program import Program, Store
+from .recording import RMS_NORM
+
+# an operand with this many times fewer elements is computed again wherever it is used
+SMALL = 16
+# splits and cuts of variables before a program is given up
+MAX_CHANGES = 16
+
+
+@dataclass
+class Plan:
+    """What to run, in order: nodes of PyTorch, and programs."""
+
+    graph: fx.Graph
+    steps: list[fx.Node | Program]
+    stored: dict[str, fx.Node]  # what programs write, by name
+    ops: int  # how many ops of the graph are inside programs
+    left: dict[str, int] = field(default_factory=dict)  # ops that stay PyTorch's, and how often
+
+
+class _Kinds:
+    """What each node of a graph is."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = [n for n in graph.nodes if n.op == "call_function"]
+        self.computed = {n for n in self.nodes if self._is_computed(n)}
+        self.views = {n for n in self.nodes if self._is_view(n)}
+        self.leaves = [n for n in self.nodes if n not in self.computed and n not in self.views]
+        self.base: dict[fx.Node, fx.Node] = {}
+        for n in graph.nodes:
+            source = n.all_input_nodes[0] if n in self.views else n
+            self.base[n] = self.base.get(source, source) if n in self.views else n
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        kind = packet(node)
+        if node.target is RMS_NORM:
+            return len(node.args[1]) == 1
+        if kind in IN_PLACE:
+            first = node.args[0]
+            return isinstance(first, fx.Node) and len(first.users) == 1 and _is_fresh(first)
+        if kind in REDUCTIONS:
+            return _along_last(node)
+        if _is_getitem(node):
+            source: Any = node.args[0]
+            layer_norm = packet(source) is aten.native_layer_norm and node.args[1] == 0
+            return layer_norm and len(source.args[1]) == 1
+        return (kind in STEPS or kind in MOVES) and is_tensor(node) and _is_real(node)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        if _is_getitem(node):
+            return packet(node.args[0]) in PARTS
+        return packet(node) in VIEWS or packet(node) in PARTS
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    return node.op == "call_function" and packet(node) not in VIEWS and not _is_getitem(node)
+
+
+def _is_real(node: fx.Node) -> bool:
+    values = [node.meta["val"], *(i.meta.get("val") for i in node.all_input_nodes)]
+    return all(v.device.type != "meta" for v in values if isinstance(v, torch.Tensor))
+
+
+def _along_last(node: fx.Node) -> bool:
+    x, dims = (*node.args, None)[:2]
+    if not isinstance(x, fx.Node) or not isinstance(dims, list | tuple) or len(dims) != 1:
+        return False
+    kept = {k: v for k, v in node.kwargs.items() if v is not None}
+    return not kept and dims[0] % len(shape_of(x)) == len(shape_of(x)) - 1
+
+
+def plan(graph: fx.Graph) -> Plan:
+    """Programs for everything between the ops that stay PyTorch's."""
+    return _Planner(graph).made()
+
+
+class _Planner:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.kinds = graph, _Kinds(graph)
+        self.stage = self._stages()
+        self.stored: set[fx.Node] = {
+            self.kinds.base[i]
+            for n in (*self.kinds.leaves, *graph.find_nodes(op="output"))
+            for i in n.all_input_nodes
+            if self.kinds.base[i] in self.kinds.computed
+        }
+
+    def _stages(self) -> dict[fx.Node, int]:
+        leaves = set(self.kinds.leaves)
+        stage: dict[fx.Node, int] = {}
+        for n in self.graph.nodes:
+            stage[n] = max((stage[i] + (i in leaves) for i in n.all_input_nodes), default=0)
+        return stage
+
+    def made(self) -> Plan:
+        while True:
+            self._store_what_is_shared()
+            try:
+                programs = self._programs()
+                break
+            except _Store as again:
+                if again.node in self.stored:
+                    raise CannotIndex(f"{again.node.name}: {again.why}") from again
+                self.stored.add(again.node)
+        return self._ordered(programs)
+
+    def _sinks(self) -> dict[fx.Node, set[fx.Node]]:
+        """For each computed node the stored ones that are made of it, up to the next stored."""
+        sinks: dict[fx.Node, set[fx.Node]] = {n: set() for n in self.graph.nodes}
+        for n in reversed(list(self.graph.nodes)):
+            for user in n.users:
+                if user in self.stored:
+                    sinks[n].add(user)
+                elif not self._in_memory(user):
+                    sinks[n] |= sinks[user]
+        return sinks
+
+    def _store_what_is_shared(self) -> None:
+        """Add nodes that several stages need, where computing them again would read more."""
+        sinks = self._sinks()
+        for n in self.graph.nodes:
+            if n not in self.kinds.computed or n in self.stored or len(sinks[n]) < 2:
+                continue
+            stages = {self.stage[s] for s in sinks[n]}
+            largest = max(prod(shape_of(s)) for s in sinks[n])
+            if len(stages) < 2 or prod(shape_of(n)) * SMALL < largest:
+                continue
+            sources = self._sources(n)
+            several = sum(prod(shape_of(s)) * SMALL >= prod(shape_of(n)) for s in sources) > 1
+            if several or any(self._is_row(m) for m in self._inlined(n)):
+                self.stored.add(n)
+                sinks = self._sinks()
+
+    @staticmethod
+    def _is_row(node: fx.Node) -> bool:
+        norm = node.target is RMS_NORM or packet(node) is aten.native_layer_norm
+        return norm or packet(node) in REDUCTIONS
+
+    def _inlined(self, node: fx.Node) -> set[fx.Node]:
+        """The computed nodes that a node is made of, up to those in memory."""
+        found: set[fx.Node] = set()
+        pending = [node]
+        while pending:
+            n = pending.pop()
+            if n in found:
+                continue
+            found.add(n)
+            for i in n.all_input_nodes:
+                if not self._in_memory(i):
+                    pending.append(i)
+        return found
+
+    def _in_memory(self, node: fx.Node) -> bool:
+        if node in self.kinds.views or packet(node) is aten.native_layer_norm:
+            return False
+        return node not in self.kinds.computed or node in self.stored
+
+    def _sources(self, node: fx.Node) -> set[fx.Node]:
+        """What is in memory of all that a node is made of."""
+        return {i for n in self._inlined(node) for i in n.all_input_nodes if self._in_memory(i)}
+
+    def _groups(self) -> list[list[fx.Node]]:
+        """Stored nodes that are one program: of one stage and shape, and made of the same."""
+        groups: list[_Group] = []
+        before: dict[fx.Node, set[fx.Node]] = {}  # all stored nodes that one is made of
+        for n in self.graph.nodes:
+            if n not in self.stored:
+                continue
+            inlined, direct = self._inlined(n), self._sources(n) & self.stored
+            before[n] = direct.union(*(before[d] for d in direct))
+            large = {m for m in inlined if prod(shape_of_any(m)) * SMALL >= prod(shape_of(n))}
+            for group in groups:
+                first = group.nodes[0]
+                if self.stage[first] != self.stage[n] or shape_of(first) != shape_of(n):
+                    continue
+                if not (large & group.made_of or direct & set(group.nodes)):
+                    continue
+                # what it is made of must not wait for this very program
+                others = direct - set(group.nodes)
+                if any(before[d] & set(group.nodes) for d in others):
+                    continue
+                group.nodes.append(n)
+                group.made_of |= large
+                break
+            else:
+                groups.append(_Group([n], large))
+        return [group.nodes for group in groups]
+
+    def _programs(self) -> list[Program]:
+        return [p for group in self._groups() for p in self._built(group)]
+
+    def _built(self, group: list[fx.Node]) -> list[Program]:
+        """The expressions of a group, in as many programs as its parts are made differently."""
+        done: list[Program] = []
+        boxes: list[_Box] = [_Box()]
+        while boxes:
+            box = boxes.pop()
+            try:
+                done.append(self._program(group, box))
+            except Split as split:
+                boxes.append(box.split(split))
+            except Cut as cut:
+                boxes += box.cut(cut)
+            except CannotIndex as no:
+                raise _Store(self._to_store(group, no.node), str(no)) from no
+            if box.changes > MAX_CHANGES:
+                raise _Store(self._to_store(group, None), "too many splits")
+        return done
+
+    def _program(self, group: list[fx.Node], box: _Box) -> Program:
+        shape, space = shape_of(group[0]), Space()
+        index = tuple(box.variable(space, f"d{i}", n) for i, n in enumerate(shape))
+        memory = {n for n in self.graph.nodes if self._in_memory(n)} - set(group)
+        builder = Builder(space, memory)
+        stores = tuple(self._store(builder, n, index) for n in group)
+        return Program(tuple(space.extents.items()), stores)
+
+    def _to_store(self, group: list[fx.Node], failed: fx.Node | None) -> fx.Node:
+        """What has to be stored so that a node need not be built: it, or what it is a view of."""
+        if failed is not None:
+            base = self.kinds.base[failed]
+            if base in self.kinds.computed and base not in self.stored:
+                return base
+        inlined = set().union(*map(self._inlined, group)) & self.kinds.computed - self.stored
+        if not inlined:
+            raise CannotIndex(f"{group[0].name} cannot be built")
+        return max(inlined, key=list(self.graph.nodes).index)
+
+    def _store(self, builder: Builder, node: fx.Node, index: tuple[Affine, ...]) -> Store:
+        value = node.meta["val"]
+        made = builder.at(node, index, inline=True)
+        return Store(node.name, index, made, tuple(value.shape), value.stride(), value.dtype)
+
+    def _ordered(self, programs: list[Program]) -> Plan:
+        """Each program as soon as what it loads is there."""
+        by_target: dict[str, list[Program]] = {}
+        for p in programs:
+            for s in p.stores:
+                by_target.setdefault(s.target, []).append(p)
+        stored = {n.name: n for n in self.graph.nodes if n.name in by_target}
+        steps: list[fx.Node | Program] = []
+        done: set[int] = set()
+
+        def run(name: str) -> None:
+            for program in by_target.get(name, ()):
+                if id(program) in done:
+                    continue
+                done.add(id(program))
+                for needed in program.loads:
+                    run(needed)
+                steps.append(program)
+
+        for n in self.graph.nodes:
+            if n in self.kinds.leaves and packet(n) is not aten.native_layer_norm:
+                for i in n.all_input_nodes:
+                    run(self.kinds.base[i].name)
+                steps.append(n)
+        for program in programs:
+            run(program.stores[0].target)
+        left: dict[str, int] = {}
+        for n in steps:
+            if isinstance(n, fx.Node):
+                left[str(n.target)] = left.get(str(n.target), 0) + 1
+        ops = sum(1 for n in self.kinds.computed if not _is_getitem(n)) + sum(
+            packet(n) is aten.native_layer_norm for n in self.kinds.nodes
+        )
+        return Plan(self.graph, steps, stored, ops, left)
+
+
+@dataclass
+class _Group:
+    """Stored nodes of one program, and what they are made of."""
+
+    nodes: list[fx.Node]
+    made_of: set[fx.Node]
+
+
+@dataclass
+class _Store(Exception):
+    """This node has to be stored."""
+
+    node: fx.Node
+    why: str
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A part of a tensor: how its dimensions were split into variables, and their ranges."""
+
+    splits: tuple[tuple[str, int], ...] = ()
+    ranges: tuple[tuple[str, int, int], ...] = ()
+    changes: int = 0
+
+    def split(self, split: Split) -> _Box:
+        return _Box((*self.splits, (split.name, split.inner)), self.ranges, self.changes + 1)
+
+    def cut(self, cut: Cut) -> list[_Box]:
+        """The parts below and from the border, which counts from the start of the range."""
+        others = tuple(r for r in self.ranges if r[0] != cut.name)
+        start, stop = next(((a, b) for n, a, b in self.ranges if n == cut.name), (0, -1))
+        middle = start + cut.border
+        parts = (cut.name, middle, stop), (cut.name, start, middle)
+        return [_Box(self.splits, (*others, part), self.changes + 1) for part in parts]
+
+    def variable(self, space: Space, name: str, extent: int) -> Affine:
+        """A dimension as a variable, or as those that it was split into."""
+        inner = dict(self.splits).get(name)
+        if inner is not None:
+            outer = self.variable(space, f"{name}o", extent // inner)
+            return outer * inner + self.variable(space, f"{name}i", inner)
+        for known, start, stop in self.ranges:
+            if known == name:
+                stop = extent if stop < 0 else stop
+                return self._new(space, name, stop - start) + start
+        return self._new(space, name, extent)
+
+    @staticmethod
+    def _new(space: Space, name: str, extent: int) -> Affine:
+        if extent == 1:
+            return Affine()
+        space.extents[name] = extent
+        return Affine(0, ((name, 1),))
+
+
+def shape_of_any(node: fx.Node) -> tuple[int, ...]:
+    return shape_of(node) if is_tensor(node) else ()
+
+
+def described(plan: Plan) -> Iterator[str]:
+    """One line a step."""
+    for step in plan.steps:
+        if isinstance(step, fx.Node):
+            yield f"{step.name} = {step.target}"
+        else:
+            stores = ", ".join(s.target for s in step.stores)
+            sizes = " x ".join(f"{n}:{e}" for n, e in step.extents)
+            yield f"program [{sizes}] {', '.join(step.loads)} -> {stores}; {len(step.rows)} rows"
+
+
+def loads_of(program: Program) -> list[Load]:
+    return [e for e in walk(*(s.value for s in program.stores)) if isinstance(e, Load)]

@@ -1,0 +1,45 @@
+"""A program: one kernel that makes one or several tensors, element by element or row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .expression import Expression, Load, Row, walk
+from .index import Affine
+
+
+@dataclass(frozen=True)
+class Store:
+    """A tensor that a program writes: at `index`, for all values of the variables."""
+
+    target: str
+    index: tuple[Affine, ...]
+    value: Expression
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Program:
+    """Variables with their extents, and what is stored for each combination of their values."""
+
+    extents: tuple[tuple[str, int], ...]
+    stores: tuple[Store, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(extent for _, extent in self.extents)
+
+    @property
+    def loads(self) -> list[str]:
+        """The names of the tensors it reads, each once."""
+        found = (e.source for e in walk(*(s.value for s in self.stores)) if isinstance(e, Load))
+        return list(dict.fromkeys(found))
+
+    @property
+    def rows(self) -> list[Row]:
+        return [e for e in walk(*(s.value for s in self.stores)) if isinstance(e, Row)]

@@ -1,0 +1,77 @@
+"""The configurations of a model: eager, injected, compiled, with CUDA graphs, and combinations.
+
+"fa4" is the extra `attention`. A configuration without "fa4" in its name runs as if the extra were
+not installed, so that a name means the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CannotRun
+from ..inject import injected
+from ..inject.report.report import Report
+from ..ops.attention import without_fa4
+from ..ops.attention.limits import fa4_installed
+
+CONFIGS = (
+    "eager",
+    "exact",
+    "exact+graphs",
+    "fused",
+    "fused+graphs",
+    "compile",
+    "exact+compile",
+    "fused+compile",
+    "exact+graphs+compile",
+    "fused+graphs+compile",
+    "fp8",
+    "fp8+graphs",
+    "fused+fa4+graphs",
+    "fp8+fa4+graphs",
+)
+
+
+def configured(
+    model: nn.Module, config: str, stack: ExitStack
+) -> tuple[Callable[..., Any], Report | None]:
+    """The callable for `model` in this configuration, until `stack` closes, and inject's report."""
+    parts = config.split("+")
+    report = None
+    if "fa4" not in parts:
+        stack.enter_context(without_fa4())
+    elif not fa4_installed():
+        raise CannotRun("flash-attn-4 is not installed: pip install 'kernelwright[attention]'")
+    if tier := tier_of(config):
+        how = injected(model, numerics=tier, graphs="graphs" in parts)
+        report = stack.enter_context(how)
+    return (_compiled(model, stack) if "compile" in parts else model), report
+
+
+def tier_of(config: str) -> str | None:
+    """The `numerics` for `inject`, or None for a configuration without injection."""
+    plain = ("eager", "compile", "graphs", "fa4", "cache")
+    return next((p for p in config.split("+") if p not in plain), None)
+
+
+def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
+    """Compile block by block where the library names the blocks, as diffusers recommends."""
+    torch._dynamo.reset()
+    repeated = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
+    blocks = [m for m in model.modules() if type(m).__name__ in (repeated or ())]
+    if not blocks:
+        return torch.compile(model)
+    for block in blocks:
+        block.compile()
+
+    def undo() -> None:
+        for block in blocks:
+            block._compiled_call_impl = None
+
+    stack.callback(undo)
+    return model

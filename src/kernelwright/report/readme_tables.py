@@ -1,0 +1,98 @@
+"""The tables of README.md, made from the declared ops and from `results/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .. import catalog
+from .figures import Model, Video, devices
+from .reading import Results, read
+from .rows import RANDOM
+from .videos import psnr
+
+SHOWN = {
+    "compile": "torch.compile",
+    "exact": "exact",
+    "exact+graphs": "exact, graphs",
+    "fused+graphs": "fused, graphs",
+    "fused+fa4+graphs": "fused, fa4, graphs",
+    "fp8+graphs": "fp8, graphs",
+    "exact+compile": "exact, compile",
+}
+
+
+def update(readme: Path, results: Path) -> None:
+    """Write the tables between the markers of README.md."""
+    sections: dict[str, Callable[[], str]] = {
+        "ops": lambda: catalog.markdown(catalog.entries()),
+        "models": lambda: models(results / "h200" / "models"),
+        "videos": lambda: videos(results / "h200" / "videos"),
+    }
+    text = readme.read_text()
+    for name, make in sections.items():
+        if f"<!-- {name}:begin -->" in text:
+            text = catalog.fill_section(text, name, make())
+    readme.write_text(text)
+
+
+def models(folder: Path) -> str:
+    """One line a model: milliseconds of one forward, and how much faster than eager."""
+    files = read([folder])
+    (device,) = devices(files)
+    shown = [c for c in SHOWN if any(model.row(c) for model in device.models)]
+    lines = [
+        f"| one forward, ms | eager | {' | '.join(SHOWN[c] for c in shown)} |",
+        f"|---|---|{'---|' * len(shown)}",
+    ]
+    models = sorted(device.models, key=_graphs_gain, reverse=True)
+    lines += [_model(model, shown) for model in models]
+    return "\n".join([*lines, "", f"{_about(files, RANDOM)}; = means `torch.equal` to eager."])
+
+
+def _model(model: Model, shown: Sequence[str]) -> str:
+    eager = model.row("eager")
+    cells = [f"{eager.ms:.1f}" if eager and eager.ms else "–"]
+    for config in shown:
+        row = model.row(config)
+        same = " =" if row and row.equal else ""
+        cells.append(f"{row.ms:.1f} ({model.speedup(row):.2f}×){same}" if row else "–")
+    workload = model.rows[0].workload
+    title = " ".join(word for word in (f"`{workload.model}`", workload.size) if word)
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _graphs_gain(model: Model) -> float:
+    row = model.row("exact+graphs")
+    return (row and model.speedup(row)) or 0.0
+
+
+def videos(folder: Path) -> str:
+    """A line for each configuration that made a video, from prompt to frames."""
+    files = read([folder])
+    (device,) = devices(files)
+    lines = [
+        "| prompt to frames | run | s | ms a step | ms a frame | against eager | latents |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [line for video in device.videos for line in _video(video)]
+    weights = ", ".join(dict.fromkeys(row.weights for file in files for row in file.video))
+    note = f"{_about(files, weights)}; PSNR is of the last latents to eager's."
+    return "\n".join([*lines, "", note])
+
+
+def _video(video: Video) -> list[str]:
+    lines = []
+    for row in video.rows:
+        if row.total_s and row.step_s and row.frame_s:
+            times = (row.total_s, row.step_s * 1e3, row.frame_s * 1e3)
+            cells = [video.title, row.config, *(f"{t:.1f}" for t in times)]
+            lines.append(f"| {' | '.join(cells)} | {video.speedup(row):.2f}× | {psnr(row)} |")
+    return lines
+
+
+def _about(files: Sequence[Results], weights: str) -> str:
+    first = files[0].environment
+    commits = sorted({(file.environment.commit or "unknown")[:7] for file in files})
+    versions = f"torch {first.torch}, triton {first.triton}"
+    return f"{first.gpu}, {versions}, {weights}, commit {', '.join(commits)}"
