@@ -37,6 +37,10 @@ IN_PLACE = {getattr(aten, f"{n}_"): getattr(aten, n) for n in ("add", "sub", "mu
 REDUCTIONS = frozenset((aten.mean, aten.sum))
 
 
+# the variable along a row that no store has
+ALONG = "along"
+
+
 def packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
@@ -160,6 +164,9 @@ class Builder:
                 raise CannotIndex(f"no variables of {size} elements")
             over.insert(0, name)
             left //= extent
+        if left == size:  # a row of which nothing but its sum is stored
+            self.space.extents[ALONG] = size
+            return (ALONG,)
         if left > 1:
             raise CannotIndex(f"no variables of {size} elements")
         return tuple(over)

@@ -27,7 +27,7 @@ def run(program: Program, tensors: Mapping[str, Tensor], outputs: Mapping[str, T
         runner.values[e] = runner.value(e)
     for s in program.stores:
         into = runner.view(outputs[s.target], s.index)
-        into.copy_(runner.values[s.value].expand(runner.shape))
+        into.copy_(runner.values[s.value].expand(into.shape))
 
 
 class _Run:

@@ -20,8 +20,8 @@ from .expression import Choice, Expression, Load, Row, Step
 from .index import Affine, Space
 from .program import Program
 
-# without a sum along the row, rows are as long as whole dimensions make them, up to this
-LONGEST = 8192
+# without a sum along it a row is the last dimension, and what comes before it while it is shorter
+SHORT = 32
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,10 @@ class Shape:
         if found:
             (along,) = found
             return Shape(tuple(n for n in names if n not in along), along)
-        extents, last = dict(program.extents), len(names)
-        while last > 0 and prod(extents[n] for n in names[last - 1 :]) <= LONGEST:
-            last -= 1
-        last = min(last, max(len(names) - 1, 0))
-        return Shape(tuple(names[:last]), tuple(names[last:]))
+        extents, first = dict(program.extents), max(len(names) - 1, 0)
+        while first > 0 and prod(extents[n] for n in names[first:]) < SHORT:
+            first -= 1
+        # the parts of a dimension that was split stay together
+        while first > 0 and names[first][:2] == names[first - 1][:2]:
+            first -= 1
+        return Shape(tuple(names[:first]), tuple(names[first:]))

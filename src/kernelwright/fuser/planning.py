@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -33,7 +32,7 @@ from .building import (
 from .expression import Load, walk
 from .index import Affine, CannotIndex, Cut, Space, Split
 from .program import Program, Store
-from .recording import RMS_NORM
+from .recording import RMS_NORM, Recording
 
 # an operand with this many times fewer elements is computed again wherever it is used
 SMALL = 16
@@ -46,6 +45,7 @@ class Plan:
     """What to run, in order: nodes of PyTorch, and programs."""
 
     graph: fx.Graph
+    constants: dict[str, torch.Tensor]
     steps: list[fx.Node | Program]
     stored: dict[str, fx.Node]  # what programs write, by name
     ops: int  # how many ops of the graph are inside programs
@@ -57,9 +57,11 @@ class _Kinds:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = [n for n in graph.nodes if n.op == "call_function"]
+        self.norms = {n for n in self.nodes if self._is_norm(n)}
         self.computed = {n for n in self.nodes if self._is_computed(n)}
         self.views = {n for n in self.nodes if self._is_view(n)}
-        self.leaves = [n for n in self.nodes if n not in self.computed and n not in self.views]
+        inside = self.computed | self.views | self.norms
+        self.leaves = [n for n in self.nodes if n not in inside]
         self.base: dict[fx.Node, fx.Node] = {}
         for n in graph.nodes:
             source = n.all_input_nodes[0] if n in self.views else n
@@ -75,10 +77,15 @@ class _Kinds:
         if kind in REDUCTIONS:
             return _along_last(node)
         if _is_getitem(node):
-            source: Any = node.args[0]
-            layer_norm = packet(source) is aten.native_layer_norm and node.args[1] == 0
-            return layer_norm and len(source.args[1]) == 1
+            return node.args[0] in self.norms
         return (kind in STEPS or kind in MOVES) and is_tensor(node) and _is_real(node)
+
+    @staticmethod
+    def _is_norm(node: fx.Node) -> bool:
+        """A layer norm over the last dimension whose statistics nobody reads."""
+        if packet(node) is not aten.native_layer_norm or len(node.args[1]) != 1:
+            return False
+        return all(_is_getitem(user) and user.args[1] == 0 for user in node.users)
 
     def _is_view(self, node: fx.Node) -> bool:
         if _is_getitem(node):
@@ -107,14 +114,15 @@ def _along_last(node: fx.Node) -> bool:
     return not kept and dims[0] % len(shape_of(x)) == len(shape_of(x)) - 1
 
 
-def plan(graph: fx.Graph) -> Plan:
+def plan(recording: Recording) -> Plan:
     """Programs for everything between the ops that stay PyTorch's."""
-    return _Planner(graph).made()
+    return _Planner(recording).made()
 
 
 class _Planner:
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self.kinds = graph, _Kinds(graph)
+    def __init__(self, recording: Recording) -> None:
+        graph = recording.graph
+        self.graph, self.kinds, self.constants = graph, _Kinds(graph), recording.constants
         self.stage = self._stages()
         self.stored: set[fx.Node] = {
             self.kinds.base[i]
@@ -189,7 +197,7 @@ class _Planner:
         return found
 
     def _in_memory(self, node: fx.Node) -> bool:
-        if node in self.kinds.views or packet(node) is aten.native_layer_norm:
+        if node in self.kinds.views or node in self.kinds.norms:
             return False
         return node not in self.kinds.computed or node in self.stored
 
@@ -288,8 +296,9 @@ class _Planner:
                     run(needed)
                 steps.append(program)
 
+        leaves = set(self.kinds.leaves)
         for n in self.graph.nodes:
-            if n in self.kinds.leaves and packet(n) is not aten.native_layer_norm:
+            if n in leaves:
                 for i in n.all_input_nodes:
                     run(self.kinds.base[i].name)
                 steps.append(n)
@@ -299,10 +308,8 @@ class _Planner:
         for n in steps:
             if isinstance(n, fx.Node):
                 left[str(n.target)] = left.get(str(n.target), 0) + 1
-        ops = sum(1 for n in self.kinds.computed if not _is_getitem(n)) + sum(
-            packet(n) is aten.native_layer_norm for n in self.kinds.nodes
-        )
-        return Plan(self.graph, steps, stored, ops, left)
+        ops = len(self.kinds.computed)
+        return Plan(self.graph, self.constants, steps, stored, ops, left)
 
 
 @dataclass

@@ -119,6 +119,8 @@ class Recording:
     weights: tuple[str, ...]  # names of the parameters and buffers that come first
     positions: tuple[int, ...]  # which of the flattened arguments are tensors
     returns: Any  # the structure of the result
+    # tensors that the forward reads and is not given: attributes that are no buffers, globals
+    constants: dict[str, Tensor]
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -154,16 +156,19 @@ def record(module: nn.Module, args: Any, kwargs: Any) -> Recording:
             raise CannotRecord(f"a tensor of the class {type(t).__name__}")
     try:
         with torch.no_grad():
-            graph = make_fx(torch.func.functionalize(run, remove="mutations"))(*tensors).graph
+            made = make_fx(torch.func.functionalize(run, remove="mutations"))(*tensors)
     except CannotRecord:
         raise
     except Exception as error:
         raise CannotRecord(str(error).strip().partition("\n")[0]) from error
+    graph, constants = made.graph, {}
     for node in graph.nodes:
+        if node.op == "get_attr":
+            constants[node.name] = getattr(made, node.target)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotRecord(f"random numbers ({node.target})")
     graph.eliminate_dead_code()
-    return Recording(graph, tuple(weights), positions, returned[0])
+    return Recording(graph, tuple(weights), positions, returned[0], constants)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

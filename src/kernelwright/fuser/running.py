@@ -25,7 +25,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:
     """The outputs of the graph for these inputs."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(plan.constants)
     for node, value in zip(plan.graph.find_nodes(op="placeholder"), inputs, strict=True):
         values[node.name] = value
 

@@ -1,0 +1,209 @@
+"""A recorded forward, planned as programs and run by their interpreter, has the bits of eager."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fuser import blocks
+from fuser.blocks import Small, drawn
+from kernelwright import models
+from kernelwright.backends.torch_internals import pytree
+from kernelwright.fuser import planning, recording, running
+from kernelwright.fuser.recording import CannotRecord
+
+pytest.importorskip("diffusers")
+
+
+def planned(module, *args, **kwargs):
+    recorded = recording.record(module, args, kwargs)
+    return recorded, planning.plan(recorded)
+
+
+def check(module, *args, **kwargs):
+    """The plan of a forward that has eager's bits."""
+    with torch.no_grad():
+        want = module(*args, **kwargs)
+        recorded, plan = planned(module, *args, **kwargs)
+        got = recorded.result(running.run(plan, recorded.inputs(module, args, kwargs)))
+    ours, theirs = pytree.tree_leaves(got), pytree.tree_leaves(want)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        if not isinstance(b, torch.Tensor):
+            assert a == b
+            continue
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
+    return plan
+
+
+def programs(plan):
+    return [s for s in plan.steps if not isinstance(s, fx.Node)]
+
+
+@pytest.mark.parametrize("preset", list(models.presets()))
+def test_blocks_of_the_presets(preset):
+    found = blocks.blocks_of(preset)
+    for module, args, kwargs in found.values():
+        plan = check(module, *args, **kwargs)
+        assert len(programs(plan)) < plan.ops
+
+
+@pytest.mark.parametrize("preset", ["ltx-video", "flux-dev"])
+def test_one_recording_serves_every_block_of_a_class(preset):
+    build = {"tiny": True, "device": "cpu", "dtype": torch.bfloat16}
+    model = models.build(preset, **build)
+    first, second, *_ = model.transformer_blocks
+    seen = {}
+
+    def note(module, args, kwargs):
+        seen[module] = args, kwargs
+
+    hooks = [b.register_forward_pre_hook(note, with_kwargs=True) for b in (first, second)]
+    with torch.no_grad():
+        model(**models.inputs(preset, **build))
+        for hook in hooks:
+            hook.remove()
+        recorded, plan = planned(first, *seen[first][0], **seen[first][1])
+        args, kwargs = seen[second]
+        got = running.run(plan, recorded.inputs(second, args, kwargs))
+        want = pytree.tree_leaves(second(*args, **kwargs))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_block_of_no_library(dtype):
+    torch.manual_seed(0)
+    block = blocks.Block().to(dtype)
+    x, condition = drawn(2, 48, 64, dtype=dtype), drawn(2, 64, dtype=dtype)
+    cos, sin = drawn(48, 32, dtype=torch.float32), drawn(48, 32, dtype=torch.float32, seed=1)
+    plan = check(block, x, condition, cos, sin)
+    # silu of the condition; norm and modulation; query; key; attention's heads joined; the sum,
+    # norm and modulation; the gated activation; the last sum
+    assert len(programs(plan)) <= 8
+    assert set(plan.left) == {
+        "kernelwright.recorded_linear.default",
+        "kernelwright.recorded_attention.default",
+    }
+
+
+COS, SIN = drawn(24, 1, 16, dtype=torch.float32), drawn(24, 1, 16, dtype=torch.float32, seed=5)
+ROTATIONS = {
+    "halves": lambda x: blocks.rotated_by_halves(x, COS[:, 0], SIN[:, 0]),
+    "pairs": lambda x: blocks.rotated_in_pairs(x, COS, SIN),
+    "in place": lambda x: blocks.rotated_in_place(x, COS, SIN),
+    "complex": lambda x: blocks.rotated_as_complex(x, torch.polar(COS, SIN)[..., :8]),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_a_rotation_is_one_program(name):
+    plan = check(Small(ROTATIONS[name]), drawn(2, 24, 3, 16))
+    (program,) = programs(plan)
+    assert len(program.stores) == 1
+
+
+def test_a_norm_along_the_width_and_a_rotation_of_its_heads_are_one_program():
+    class Query(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.RMSNorm(48)
+
+        def forward(self, x):
+            return ROTATIONS["in place"](self.norm(x).unflatten(-1, (3, 16)))
+
+    plan = check(Query().bfloat16(), drawn(2, 24, 48))
+    (program,) = programs(plan)
+    assert len(program.rows) == 2  # the even and the odd elements of the same norm
+
+
+def test_joint_streams_are_written_where_they_belong():
+    """A concatenation is no copy: each part is computed into its place."""
+
+    def joined(text, image):
+        parts = [F.layer_norm(t, (32,)) * 2 for t in (text, image)]
+        return F.silu(torch.cat(parts, 1).unflatten(-1, (2, 16)).transpose(1, 2)).contiguous()
+
+    plan = check(Small(joined), drawn(1, 5, 32), drawn(1, 11, 32))
+    assert len(programs(plan)) == 2
+    assert {s.target for p in programs(plan) for s in p.stores} == {
+        s.target for s in programs(plan)[0].stores
+    }
+
+
+def test_a_value_of_two_stages_is_stored_once():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x, y):
+            total = x + y * 0.5
+            return total + self.linear(F.layer_norm(total, (32,)))
+
+    plan = check(Residual().bfloat16(), drawn(2, 7, 32), drawn(2, 7, 32, seed=3))
+    first, last = programs(plan)
+    assert len(first.stores) == 2
+    assert len(last.loads) == 2
+
+
+def test_an_op_that_is_not_known_stays_pytorchs():
+    plan = check(Small(lambda x: (x * 2).cumsum(-1) + 1), drawn(3, 8))
+    assert plan.left == {"aten.cumsum.default": 1}
+    assert len(programs(plan)) == 2
+
+
+VIEWS = {
+    "slice": lambda x: x[:, 1:7:2, 3:] + 1,
+    "select": lambda x: x[1:, -1] * x[:-1, 2],
+    "permute": lambda x: x.permute(2, 0, 1) + 1,
+    "expand": lambda x: x[:, :1].expand(-1, 5, -1) * 2,
+    "split": lambda x: torch.cat([p * i for i, p in enumerate(x.split([3, 1, 4], 1))], 1),
+    "stack": lambda x: torch.stack([x + 1, x * 2, -x], 1).flatten(1, 2),
+    "repeat": lambda x: x.repeat(1, 2, 1) + 1,
+    "unflatten": lambda x: (x.unflatten(-1, (3, 4)).transpose(1, 2) * 2).reshape(4, -1),
+    "where": lambda x: torch.where(x > 0, x, x * 0.5),
+    "mean": lambda x: x.float().pow(2).mean(-1, keepdim=True),
+    "sum of two": lambda x: (x.float().unflatten(-1, (-1, 2)) * 2).sum(-1),
+    "chained norms": lambda x: F.layer_norm(F.layer_norm(x, (12,)) + 1, (12,)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_views_and_moves(name, dtype):
+    check(Small(VIEWS[name]), drawn(4, 8, 12, dtype=dtype))
+
+
+def test_inputs_of_any_strides():
+    x = drawn(6, 32, 5).transpose(1, 2)[1:, ::2]
+    check(Small(lambda x: F.layer_norm(x * 2, (32,)) + x), x)
+
+
+def test_a_value_read_on_the_host_cannot_be_recorded():
+    with pytest.raises(CannotRecord):
+        planned(Small(lambda x: x * x.sum().item()), drawn(4))
+
+
+def test_a_branch_on_a_tensor_cannot_be_recorded():
+    with pytest.raises(CannotRecord):
+        planned(Small(lambda x: x + 1 if x.sum() > 0 else x), drawn(4))
+
+
+def test_random_numbers_cannot_be_recorded():
+    with pytest.raises(CannotRecord, match="random"):
+        planned(Small(lambda x: x + torch.rand_like(x)), drawn(4))
+
+
+def test_a_tensor_subclass_cannot_be_recorded():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with pytest.raises(CannotRecord, match="TwoTensor"):
+        planned(Small(lambda x: x + 1), TwoTensor(drawn(4), drawn(4)))
+
+
+def test_a_plan_can_be_read():
+    _, plan = planned(Small(lambda x: F.layer_norm(x, (8,)) + 1), drawn(2, 8))
+    (line,) = planning.described(plan)
+    assert "[d0:2 x d1:8]" in line
