@@ -224,6 +224,16 @@ def test_inspect_shows_the_architecture():
     assert "LlamaRMSNorm" in page.output
 
 
+def test_inspect_shows_programs():
+    page = invoke("inspect", "ltx-video", "--tiny", "--programs", "--cuda").output
+    assert "LTXVideoTransformerBlock: 48 ops between GEMMs and attention become 11 programs" in page
+    assert "= linear(" in page
+    assert "__global__" in page
+    refused = invoke("inspect", "a/b", "--programs")
+    assert refused.exit_code != 0
+    assert "shown for presets" in refused.output
+
+
 def test_inspect_of_a_name_that_is_nothing():
     result = invoke("inspect", "ltx-vidio")
     assert result.exit_code != 0

@@ -276,7 +276,9 @@ def test_attention_of_diffusers(diffusers):
     )
     processor = model.transformer_blocks[0].attn1.processor
     assert libraries.processor_choices(processor) == (None, None)
-    model.set_attention_backend("_native_math")
+    with attention_backend("native"):  # a model's backend becomes that of the process, too
+        model.set_attention_backend("_native_math")
+    assert libraries.active_attention_backend() == AttentionBackendName.NATIVE
     assert libraries.processor_choices(processor)[0] == AttentionBackendName._NATIVE_MATH
     model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
     libraries.reset_cache(model)

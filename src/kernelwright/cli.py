@@ -114,7 +114,14 @@ def inspect(
         typer.Argument(help="A preset (`kernelwright models`), a local folder, or a Hub id."),
     ],
     tiny: Annotated[bool, typer.Option("--tiny", help="The small model of the preset.")] = False,
-    numerics: Annotated[str, typer.Option(help="exact or fused.")] = "exact",
+    numerics: Annotated[str, typer.Option(help="exact, fused or fp8.")] = "exact",
+    programs: Annotated[
+        bool,
+        typer.Option("--programs", help="The blocks of a preset as programs of the fuser."),
+    ] = False,
+    cuda: Annotated[
+        bool, typer.Option("--cuda", help="With --programs: the CUDA source of each, too.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the structure of a model, and what `inject` would do with each part of it, or why not.
@@ -123,6 +130,9 @@ def inspect(
     second. Prints one row for every module that could be fused: where it is, its class, how many
     there are, whether it has a weight, and what replaces it.
     """
+    if programs:
+        _inspect_programs(model, tiny, cuda, as_json)
+        return
     from . import inspect as look
     from .inject.report.table import architecture
 
@@ -143,6 +153,27 @@ def inspect(
     console = Console()
     console.print(architecture(report))
     console.print(report.summary)
+
+
+def _inspect_programs(model: str, tiny: bool, cuda: bool, as_json: bool) -> None:
+    from . import models as known
+    from .commands import inspect_programs
+
+    if model not in known.presets():
+        presets = ", ".join(known.presets())
+        raise typer.BadParameter(
+            f"programs are shown for presets, whose inputs are known: {presets}", param_hint="MODEL"
+        )
+    with Console(stderr=True).status(f"writing the blocks of {model} down"):
+        try:
+            lines = list(inspect_programs.shown(model, tiny, cuda))
+        except RuntimeError as error:  # what reads values needs a model that has some
+            hint = "" if tiny else "; --tiny runs a small one"
+            raise typer.BadParameter(f"{error}{hint}", param_hint="MODEL") from None
+    if as_json:
+        _print_json({"model": model, "programs": lines})
+    else:
+        typer.echo("\n".join(lines))
 
 
 @app.command()

@@ -78,7 +78,7 @@ class _Kinds:
             return _along_last(node)
         if _is_getitem(node):
             return node.args[0] in self.norms
-        return (kind in STEPS or kind in MOVES) and is_tensor(node) and _is_real(node)
+        return (kind in STEPS or kind in MOVES) and is_tensor(node)
 
     @staticmethod
     def _is_norm(node: fx.Node) -> bool:
@@ -99,11 +99,6 @@ def _is_getitem(node: fx.Node) -> bool:
 
 def _is_fresh(node: fx.Node) -> bool:
     return node.op == "call_function" and packet(node) not in VIEWS and not _is_getitem(node)
-
-
-def _is_real(node: fx.Node) -> bool:
-    values = [node.meta["val"], *(i.meta.get("val") for i in node.all_input_nodes)]
-    return all(v.device.type != "meta" for v in values if isinstance(v, torch.Tensor))
 
 
 def _along_last(node: fx.Node) -> bool:
@@ -164,7 +159,8 @@ class _Planner:
     def _store_what_is_shared(self) -> None:
         """Add nodes that several stages need, where computing them again would read more."""
         sinks = self._sinks()
-        for n in self.graph.nodes:
+        # the last first: what it is made of is then needed by its own stage alone
+        for n in reversed(list(self.graph.nodes)):
             if n not in self.kinds.computed or n in self.stored or len(sinks[n]) < 2:
                 continue
             stages = {self.stage[s] for s in sinks[n]}
