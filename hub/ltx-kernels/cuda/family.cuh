@@ -17,9 +17,10 @@
 #define INSTANCE(number, threads, arguments, ...)                                          \
   {#__VA_ARGS__, reinterpret_cast<const void*>(&JOIN(kernelwright, FAMILY, _##number)),    \
    sizeof(arguments)},
-static const Instance instances[] = {
+static const Instance JOIN(instances, FAMILY, )[] = {
 #include INSTANCES
 };
 #undef INSTANCE
 
-const Family JOIN(family, FAMILY, ){instances, sizeof(instances) / sizeof(Instance)};
+const Family JOIN(family, FAMILY, ){
+    JOIN(instances, FAMILY, ), sizeof(JOIN(instances, FAMILY, )) / sizeof(Instance)};
