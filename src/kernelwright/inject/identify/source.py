@@ -35,7 +35,18 @@ def fingerprint(function: Any) -> str:
         outlines = None if found is None else sorted(_outlines(found, {}).items())
     except (OSError, SyntaxError, TypeError):
         outlines = None
-    return "" if outlines is None else hashlib.sha256(repr(outlines).encode()).hexdigest()[:12]
+    return "" if outlines is None else _hash(outlines)
+
+
+@cache
+def fingerprint_alone(functions: tuple[Any, ...]) -> str:
+    """The same of several functions, without those that they call."""
+    outlines = list(map(outline, functions))
+    return _hash(outlines) if all(outlines) else ""
+
+
+def _hash(outlines: list[Any]) -> str:
+    return hashlib.sha256(repr(outlines).encode()).hexdigest()[:12]
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import pkgutil
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..identify.source import outline
+from ..identify.source import fingerprint_alone
 
 Forward = Callable[..., Any]
 
@@ -52,7 +51,7 @@ class Patch:
     def is_written_for(self, kind: type) -> bool:
         if self.sources and class_of(full_name(kind)) is not kind:
             return False  # another class of the same name
-        return not self.sources or fingerprint(kind, self.sources) in self.written_for
+        return not self.sources or sources_fingerprint(kind, self.sources) in self.written_for
 
 
 # returns the blocks of a model in the order in which it calls them
@@ -99,7 +98,7 @@ def recipes() -> tuple[Recipe, ...]:
     )
 
 
-def fingerprint(kind: type, sources: tuple[str, ...]) -> str:
+def sources_fingerprint(kind: type, sources: tuple[str, ...]) -> str:
     """The fingerprint of these functions as they are now; "" if the source of one is missing."""
     functions = []
     for name in sources:
@@ -107,10 +106,4 @@ def fingerprint(kind: type, sources: tuple[str, ...]) -> str:
         for part in name.split("."):
             found = getattr(found, part, None)
         functions.append(found)
-    return _fingerprint(tuple(functions))
-
-
-@cache
-def _fingerprint(functions: tuple[Any, ...]) -> str:
-    outlines = list(map(outline, functions))
-    return hashlib.sha256(repr(outlines).encode()).hexdigest()[:12] if all(outlines) else ""
+    return fingerprint_alone(tuple(functions))
