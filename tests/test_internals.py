@@ -190,6 +190,13 @@ def test_modules_compiled_in_place():
     assert not internals.is_compiled(module)
 
 
+def test_what_dynamo_counts():
+    torch.compiler.reset()
+    internals.compile_counters().clear()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert internals.compile_counters()["stats"]["unique_graphs"] == 1
+
+
 def test_gemms_without_a_public_name():
     x, w, b = torch.randn(16, 16), torch.randn(16, 16), torch.randn(16)
     got = internals.addmm_activation(b, x, w.t(), use_gelu=True)
@@ -274,6 +281,7 @@ def test_attention_of_diffusers(diffusers):
         num_layers=2,
         caption_channels=8,
     )
+    assert libraries.repeated_blocks(model) == ("LTXVideoTransformerBlock",)
     processor = model.transformer_blocks[0].attn1.processor
     assert libraries.processor_choices(processor) == (None, None)
     with attention_backend("native"):  # a model's backend becomes that of the process, too
@@ -295,6 +303,8 @@ def test_outputs_that_transformers_collects():
         num_key_value_heads=2,
     )
     model = transformers.LlamaModel(config).eval()
+    assert libraries.repeated_blocks(model) == ("LlamaDecoderLayer",)
+    assert libraries.repeated_blocks(nn.Linear(2, 2)) == ()
     seen = []
 
     def look(module, args):

@@ -98,6 +98,12 @@ def active_attention_backend() -> Any:
     return dispatch and dispatch._AttentionBackendRegistry._active_backend
 
 
+def repeated_blocks(model: Any) -> tuple[str, ...]:
+    """The classes of blocks that diffusers or transformers name as repeated, or not to be split."""
+    named = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
+    return tuple(named or ())
+
+
 def processor_choices(processor: Any) -> tuple[Any, Any]:
     """The attention backend and the context parallelism set on an attention processor."""
     return processor._attention_backend, processor._parallel_config

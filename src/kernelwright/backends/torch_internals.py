@@ -183,6 +183,13 @@ def forget_compiled(module: nn.Module) -> None:
     module._compiled_call_impl = None
 
 
+def compile_counters() -> Any:
+    """What Dynamo counts: graphs, and graph breaks with their reasons."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
 def warms_up_cudagraphs(device: torch.device) -> bool:
     """Whether Inductor is warming up a CUDA graph ("reduce-overhead"), on a stream of its own:
     memory that is allocated now belongs to the graph."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import models, place
+from ..library_internals import diffusers_hooks, reset_cache
 from ..measure import results
 from ..measure.configs import configured
 from ..measure.results import environment_of
@@ -37,7 +38,7 @@ class Loop:
     def __call__(self) -> Tensor:
         cached = self.model.is_cache_enabled
         if cached:
-            self.model._reset_stateful_cache()
+            reset_cache(self.model)
         self.skipped = 0
         latents, whole = self.inputs["hidden_states"], self.inputs["timestep"]
         for step in range(self.steps):
@@ -55,9 +56,8 @@ class Loop:
 def first_block(model: nn.Module) -> Any:
     """The cache's state of the current loop, with the decision of the last step."""
     for module in model.modules():
-        registry = getattr(module, "_diffusers_hook", None)
-        hook = registry and registry.get_hook("fbc_leader_block_hook")
-        if hook:
+        hook = (diffusers_hooks(module) or {}).get("fbc_leader_block_hook")
+        if hook is not None:
             return hook.state_manager.get_state()
     raise ValueError(f"{type(model).__name__} has no first block that a cache could watch")
 

@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import models, place
+from ..backends.torch_internals import pytree
 from ..errors import CannotRun
 from ..inject.runtime.sites import equal
 from ..inject.verify import accuracy

@@ -73,7 +73,7 @@ def _torch(op: Op | Composite, arguments: Arguments) -> Way:
 
 
 def _compile(op: Op | Composite, arguments: Arguments) -> Way:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return given(op, torch.compile(eager(op), fullgraph=True, dynamic=False))
 
 

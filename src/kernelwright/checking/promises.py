@@ -220,11 +220,11 @@ def compiled(op: Op, device: str) -> None:
     arguments = full(op).arguments(Inputs(torch.bfloat16, device))
     function = public(op)
     expected = as_tuple(function(**arguments))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         got = as_tuple(torch.compile(function, fullgraph=True, backend="aot_eager")(**arguments))
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     assert all(map(torch.equal, got, expected)), "other bits than without torch.compile"
 
 

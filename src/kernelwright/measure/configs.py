@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..backends.torch_internals import forget_compiled
 from ..errors import CannotRun
 from ..inject import injected
 from ..inject.report.report import Report
+from ..library_internals import repeated_blocks
 from ..ops.attention import without_fa4
 from ..ops.attention.limits import fa4_installed
 
@@ -61,9 +63,9 @@ def tier_of(config: str) -> str | None:
 
 def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
     """Compile block by block where the library names the blocks, as diffusers recommends."""
-    torch._dynamo.reset()
-    repeated = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
-    blocks = [m for m in model.modules() if type(m).__name__ in (repeated or ())]
+    torch.compiler.reset()
+    repeated = repeated_blocks(model)
+    blocks = [m for m in model.modules() if type(m).__name__ in repeated]
     if not blocks:
         return torch.compile(model)
     for block in blocks:
@@ -71,7 +73,7 @@ def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
 
     def undo() -> None:
         for block in blocks:
-            block._compiled_call_impl = None
+            forget_compiled(block)
 
     stack.callback(undo)
     return model

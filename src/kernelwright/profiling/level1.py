@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..backends.torch_internals import compile_counters
 from ..measure.timing import milliseconds
 from .categories import KernelTime, by_category, category
 from .our_kernels import is_ours
@@ -17,9 +18,7 @@ SECONDS = 0.5
 
 def profile(workload: Workload, config: str, trace: Path | None = None) -> dict[str, Any]:
     """One forward: its kernels by category and by name, and its time without a profiler."""
-    import torch._dynamo.utils as dynamo
-
-    dynamo.counters.clear()
+    compile_counters().clear()
     with workload.warm(config) as forward:
         breaks = graph_breaks() if "compile" in config.split("+") else None
         wall = milliseconds(forward, SECONDS)
@@ -54,8 +53,7 @@ def summary(
 
 def graph_breaks() -> dict[str, Any]:
     """Graphs and graph breaks of torch.compile since its counters were cleared, with reasons."""
-    from torch._dynamo.utils import counters
-
+    counters = compile_counters()
     reasons = {reason.splitlines()[0]: n for reason, n in counters["graph_break"].items()}
     return {
         "graphs": counters["stats"]["unique_graphs"],

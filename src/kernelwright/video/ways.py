@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..backends.torch_internals import forget_compiled
 from ..errors import BadSetting
 from ..inject import Report, injected
 from ..inject.engine import NUMERICS
@@ -92,10 +93,10 @@ def _parse(name: str) -> Way:
 @contextmanager
 def _compiled_blocks(transformer: Any) -> Iterator[None]:
     """torch.compile by block, as diffusers recommends: one compilation serves all blocks."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     transformer.compile_repeated_blocks()
     try:
         yield
     finally:
         for module in transformer.modules():
-            module._compiled_call_impl = None
+            forget_compiled(module)
