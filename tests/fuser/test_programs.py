@@ -1,5 +1,7 @@
 """A recorded forward, planned as programs and run by their interpreter, has the bits of eager."""
 
+from weakref import ref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from fuser import blocks
 from fuser.blocks import Small, drawn
 from kernelwright import models
 from kernelwright.backends.torch_internals import pytree
-from kernelwright.fuser import planning, recording, running
+from kernelwright.fuser import interpreter, planning, recording, running
 from kernelwright.fuser.recording import CannotRecord
 
 pytest.importorskip("diffusers")
@@ -146,6 +148,27 @@ def test_a_value_of_two_stages_is_stored_once():
     first, last = programs(plan)
     assert len(first.stores) == 2
     assert len(last.loads) == 2
+
+
+def test_values_are_let_go_after_their_last_use():
+    def steps(x):
+        for _ in range(3):
+            x = (x * 2).cumsum(-1)
+        return x + 1
+
+    recorded, plan = planned(Small(steps), drawn(4, 8))
+    made, alive = [], []
+
+    def runner(program, given, outputs):
+        alive.append(sum(made_before() is not None for made_before in made))
+        interpreter.run(program, given, outputs)
+        made.extend(ref(t) for t in outputs.values())
+
+    execute = running.Executable(plan, runner)
+    inputs = recorded.inputs(Small(steps), (drawn(4, 8),), {})
+    first, second = execute(inputs)[0], execute(inputs)[0]
+    assert torch.equal(first, second)
+    assert max(alive[:4]) == 0  # what a program made is gone when the next one begins
 
 
 def test_an_op_that_is_not_known_stays_pytorchs():
