@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import kernelwright as kw
+from kernelwright.inject.graphs.buffers import Refusal
 from kernelwright.inject.graphs.graphs import Graphs
-from kernelwright.inject.graphs.key import Call
+from kernelwright.inject.graphs.key import Call, check_surroundings
 
 from .stand_in import CpuGraphs, alignment_of_new_memory, called, data, model  # noqa: F401
 
@@ -32,6 +33,18 @@ def test_a_signature_is_the_layout_of_a_tensor_and_not_its_value():
     assert key(x) == key(data(1, 4, 4))
     others = [x.double(), x.t(), x[:2], x[None], data(0, 4, 8)[:, :4], x.view(-1)[3:7]]
     assert len({key(o) for o in (x, *others)}) == 1 + len(others)
+
+
+def test_the_alignment_of_a_tensor_is_part_of_its_signature():
+    x = data(0, 64)
+    assert key(x[:4]) != key(x[1:5])
+
+
+def test_a_default_device_looks_on_at_nothing():
+    with torch.device("cpu"):
+        check_surroundings()
+    with torch.overrides.BaseTorchFunctionMode(), pytest.raises(Refusal, match="function mode"):
+        check_surroundings()
 
 
 def test_one_element_is_the_same_wherever_it_lies():
