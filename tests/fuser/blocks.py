@@ -6,28 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernelwright import models
-
-# modules in lists of their own, of at least so many parts
-PARTS = 5
+from kernelwright.fuser.block_calls import block_calls
 
 
 def blocks_of(preset, dtype=torch.float32):
     """One block of each class of a model: (module, args, kwargs)."""
     build = {"tiny": True, "device": "cpu", "dtype": dtype}
-    model = models.build(preset, **build)
-    seen = {}
-
-    def note(module, args, kwargs):
-        seen.setdefault(type(module).__name__, (module, args, kwargs))
-
-    blocks = [b for m in model.modules() if isinstance(m, nn.ModuleList) for b in m]
-    blocks = [b for b in blocks if len(list(b.modules())) > PARTS]
-    hooks = [b.register_forward_pre_hook(note, with_kwargs=True) for b in blocks]
-    with torch.no_grad():
-        model(**models.inputs(preset, **build))
-    for hook in hooks:
-        hook.remove()
-    return seen
+    return block_calls(models.build(preset, **build), models.inputs(preset, **build))
 
 
 def drawn(*shape, dtype=torch.bfloat16, seed=0):

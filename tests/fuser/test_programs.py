@@ -11,7 +11,7 @@ from fuser import blocks
 from fuser.blocks import Small, drawn
 from kernelwright import models
 from kernelwright.backends.torch_internals import pytree
-from kernelwright.fuser import interpreter, planning, recording, running
+from kernelwright.fuser import interpreter, planning, readable, recording, running
 from kernelwright.fuser.recording import CannotRecord
 
 pytest.importorskip("diffusers")
@@ -227,6 +227,8 @@ def test_a_tensor_subclass_cannot_be_recorded():
 
 
 def test_a_plan_can_be_read():
-    _, plan = planned(Small(lambda x: F.layer_norm(x, (8,)) + 1), drawn(2, 8))
-    (line,) = planning.described(plan)
-    assert "[d0:2 x d1:8]" in line
+    recorded, plan = planned(Small(lambda x: F.layer_norm(x, (8,)) + 1), drawn(2, 8))
+    assert list(readable.lines(plan, recorded)) == [
+        "program 1 [d0: 2 x d1: 8]; rows of 8 in F.layer_norm's order",
+        "  add[d0, d1] = (native_layer_norm(input0[d0, d1], 1e-05) + 1)  bfloat16",
+    ]

@@ -9,7 +9,6 @@ they are made of are one program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -29,7 +28,6 @@ from .building import (
     packet,
     shape_of,
 )
-from .expression import Load, walk
 from .index import Affine, CannotIndex, Cut, Space, Split
 from .program import Program, Store
 from .recording import RMS_NORM, Recording
@@ -365,18 +363,3 @@ class _Box:
 
 def shape_of_any(node: fx.Node) -> tuple[int, ...]:
     return shape_of(node) if is_tensor(node) else ()
-
-
-def described(plan: Plan) -> Iterator[str]:
-    """One line a step."""
-    for step in plan.steps:
-        if isinstance(step, fx.Node):
-            yield f"{step.name} = {step.target}"
-        else:
-            stores = ", ".join(s.target for s in step.stores)
-            sizes = " x ".join(f"{n}:{e}" for n, e in step.extents)
-            yield f"program [{sizes}] {', '.join(step.loads)} -> {stores}; {len(step.rows)} rows"
-
-
-def loads_of(program: Program) -> list[Load]:
-    return [e for e in walk(*(s.value for s in program.stores)) if isinstance(e, Load)]
