@@ -7,7 +7,7 @@ are arguments, so that one kernel serves every resolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from math import prod
@@ -17,16 +17,16 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
-from ..ops.row.order import free_threads, mean_order, torch_order
-from .expression import Choice, Load, Step
-from .index import Affine, Space
+from ..ops.row.order import free_threads, mean_order
+from .cuda_steps import float_literal, normed, number, step_maker, type_name
+from .expression import Choice, Load
+from .index import Space
 from .lowering import Lowered, Normed, Shape, Statistics, lowered, operands
 from .program import Program, Store
-from .recording import RMS_NORM
+from .row_layout import RowLayout, widest_vector
+from .row_orders import order_of, scratch_name, threads_of
 
 aten: Any = torch.ops.aten
-# the widest access of a thread in bytes
-ACCESS = 16
 
 
 @dataclass(frozen=True)
@@ -62,23 +62,9 @@ def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel:
 
 
 @dataclass
-class _Access:
-    """A pointer of the kernel: a tensor at a certain place of each row."""
-
-    number: int
-    name: str
-    dtype: torch.dtype
-    constant: int
-    strides: list[int]
-    dynamic: tuple[tuple[str, int], ...]
-
-
-@dataclass
 class _Emitter:
     program: Program
     tensors: Mapping[str, Tensor]
-    lines: list[str] = field(default_factory=list)
-    accesses: dict[Any, _Access] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.extents = dict(self.program.extents)
@@ -87,59 +73,19 @@ class _Emitter:
         self.width = prod(self.extents[n] for n in self.shape.along)
         self.rows = prod(self.extents[n] for n in self.shape.rows)
         self.values = [lowered(s.value, self.space) for s in self.program.stores]
-        self.order = _order(self._statistics(), self.width, self.rows)
+        self.order = threads_of(self._statistics(), self.width, self.rows)
         for s in self._statistics():
-            self._orders[s] = _order_of(s, self.width, self.rows).norm.replace("MeanRms", "MeanSum")
-        self.V = self.order.vector if self.order else self._vector()
+            self._orders[s] = order_of(s, self.width, self.rows).norm.replace("MeanRms", "MeanSum")
+        size = min((s.dtype.itemsize for s in self.program.stores), default=4)
+        widest = widest_vector(self.shape, self.extents, size)
+        self.V = self.order.vector if self.order else widest
         self.threads = (
             self.order.threads if self.order else free_threads(self.width, self.V, normed=False)
         )
-        self._digits()
+        self.layout = RowLayout(self.shape, self.extents, self.V)
+        self.accesses = self.layout.accesses
         self.names: dict[Any, str] = {}
         self.numbers = count()
-
-    # the layout of a row
-
-    def _vector(self) -> int:
-        size = min((s.dtype.itemsize for s in self.program.stores), default=4)
-        vector = ACCESS // max(size, 2)
-        while vector > 1 and (self.width % vector or not self._fits(vector)):
-            vector //= 2
-        return vector
-
-    def _fits(self, vector: int) -> bool:
-        """Whether the lanes of a vector have values of the variables that are known."""
-        stride = 1
-        for name in reversed(self.shape.along):
-            reach = stride * self.extents[name]
-            if not (stride % vector == 0 or vector % reach == 0 or vector % stride == 0):
-                return False
-            if stride < vector < reach and reach % vector:
-                return False
-            stride = reach
-        return True
-
-    def _digits(self) -> None:
-        """For each variable along the row: its value in lane i, and the code for the rest."""
-        if self.width % self.V or not self._fits(self.V):
-            raise Unsupported(f"vectors of {self.V} along {self.width} elements")
-        self.lane: dict[str, list[int]] = {}
-        self.rest: dict[str, str] = {}
-        stride = 1
-        for name in reversed(self.shape.along):
-            extent = self.extents[name]
-            reach = stride * extent
-            whole = f"base / {stride}" if stride > 1 else "base"
-            whole = whole if reach == self.width else f"{whole} % {extent}"
-            if stride >= self.V:
-                self.lane[name], self.rest[name] = [0] * self.V, whole
-            elif reach <= self.V:
-                self.lane[name] = [i // stride % extent for i in range(self.V)]
-                self.rest[name] = ""
-            else:
-                self.lane[name] = [i // stride for i in range(self.V)]
-                self.rest[name] = whole
-            stride = reach
 
     # what an expression depends on
 
@@ -267,13 +213,15 @@ class _Emitter:
                 if access.strides[i]
             ]
             offset = " + ".join(terms) if terms else "0"
-            kind = _type(access.dtype)
+            kind = type_name(access.dtype)
             lines.append(
                 f"  {kind}* const p{access.number} = ({kind}*)a.at[{access.number}] + {offset};"
             )
         if self.order:
             for n in dict.fromkeys(self._orders.values()):
-                lines.append(f"  __shared__ float {_scratch(n)}[Scratch<{n}, S, {block}>::FLOATS];")
+                lines.append(
+                    f"  __shared__ float {scratch_name(n)}[Scratch<{n}, S, {block}>::FLOATS];"
+                )
         return lines
 
     _orders: dict[Statistics, str] = field(default_factory=dict)
@@ -339,12 +287,14 @@ class _Emitter:
         get = f"[&](int k, int i) {{ return {array}[k][i]; }}"
         if s.op is aten.mean.dim:
             factor = mean_order(self.width, self.rows, self.V).factor
-            total = f"{order}::template of<S>({get}, {_scratch(order)})"
-            return [f"  const float {name} = __fmul_rn({total}, {_float(factor)});"]
+            total = f"{order}::template of<S>({get}, {scratch_name(order)})"
+            return [f"  const float {name} = __fmul_rn({total}, {float_literal(factor)});"]
         eps = s.args[0]
         if eps is None:
             eps = torch.finfo(s.dtype).eps
-        call = f"{name}.template measure<S>({get}, {_float(eps)}, 0.f, {_scratch(order)});"
+        call = (
+            f"{name}.template measure<S>({get}, {float_literal(eps)}, 0.f, {scratch_name(order)});"
+        )
         return [f"  {order} {name};", f"  {call}"]
 
     # expressions
@@ -371,14 +321,14 @@ class _Emitter:
             of = self.names[e.of]
             given = [self._lanes(e.x, level)]
             given += [self._lanes(s, level) if s is not None else [""] * self.V for s in e.scales]
-            lines = [_normed(of, e, [g[i] for g in given]) for i in range(self.V)]
+            lines = [normed(of, e, [g[i] for g in given]) for i in range(self.V)]
         else:
             args = [
-                self._lanes(a, level) if isinstance(a, Lowered) else [_number(a)] * self.V
+                self._lanes(a, level) if isinstance(a, Lowered) else [number(a)] * self.V
                 for a in e.args
             ]
             types = [a.dtype if isinstance(a, Lowered) else None for a in e.args]
-            make = _step(e, types)
+            make = step_maker(e, types)
             lines = [make([a[i] for a in args]) for i in range(self.V)]
         if not self._depends(e):
             return [self._named(self.scalars, lines[0])] * self.V
@@ -395,11 +345,11 @@ class _Emitter:
 
     def _chosen(self, e: Choice, level: int) -> list[str]:
         pieces = [self._lanes(p, level) for p in e.pieces]
-        if e.name in self.shape.along and not self.rest[e.name]:
-            return [pieces[self.lane[e.name][i]][i] for i in range(self.V)]
-        if e.name in self.shape.along and any(self.lane[e.name]):
+        if e.name in self.shape.along and not self.layout.rest[e.name]:
+            return [pieces[self.layout.lane[e.name][i]][i] for i in range(self.V)]
+        if e.name in self.shape.along and any(self.layout.lane[e.name]):
             raise Unsupported("a choice inside a vector")
-        value = e.name if e.name in self.shape.rows else f"({self.rest[e.name]})"
+        value = e.name if e.name in self.shape.rows else f"({self.layout.rest[e.name]})"
         lines = []
         for i in range(self.V):
             text = pieces[-1][i]
@@ -410,57 +360,14 @@ class _Emitter:
 
     # memory
 
-    def _address(
-        self, name: str, index: tuple[Affine, ...], dtype: torch.dtype
-    ) -> tuple[_Access, list[int]]:
-        """The pointer of an access, and what to add to it in each lane."""
-        tensor = self.tensors[name]
-        total = Affine()
-        for part, stride in zip(index, tensor.strides, strict=True):
-            total = total + part * stride
-        terms = dict(total.terms)
-        strides = [terms.get(n, 0) for n in self.shape.rows]
-        along = {n: terms.get(n, 0) for n in self.shape.along}
-        dynamic = tuple((n, c) for n, c in along.items() if c and self.rest[n])
-        lanes = [
-            total.constant + sum(c * self.lane[n][i] for n, c in along.items())
-            for i in range(self.V)
-        ]
-        low = min(lanes) // self.V * self.V
-        key = name, tuple(strides), dynamic, low
-        if key not in self.accesses:
-            number = len(self.accesses)
-            self.accesses[key] = _Access(number, name, dtype, low, strides, dynamic)
-        return self.accesses[key], [lane - low for lane in lanes]
-
-    def _offset(self, access: _Access) -> str:
-        """What to add to a pointer for the vector at `base`."""
-        stride, dense = 1, True
-        for name in reversed(self.shape.along):
-            coefficient = dict(access.dynamic).get(name, 0)
-            dense &= not self.rest[name] or coefficient == stride
-            stride *= self.extents[name]
-        if dense and access.dynamic:
-            return "base"
-        terms = [f"({self.rest[n]}) * {c}" for n, c in access.dynamic]
-        return " + ".join(terms) if terms else "0"
-
-    def _is_aligned(self, access: _Access) -> bool:
-        """Whether every vector begins at a multiple of V elements, if its tensor does."""
-        steps = (*access.strides, *(c * self._step_of(n) for n, c in access.dynamic))
-        return all(step % self.V == 0 for step in steps)
-
-    def _step_of(self, name: str) -> int:
-        """By how much a variable changes from vector to vector, at least."""
-        lanes = self.lane[name]
-        return lanes[-1] + 1 if any(lanes) else 1
-
     def _loaded(self, e: Load) -> list[str]:
-        access, lanes = self._address(e.source, e.index, e.dtype)
-        kind, offset = _type(e.dtype), self._offset(access)
+        access, lanes = self.layout.address(
+            e.source, self.tensors[e.source].strides, e.index, e.dtype
+        )
+        kind, offset = type_name(e.dtype), self.layout.offset(access)
         into = self.inner if access.dynamic or len(set(lanes)) > 1 else self.scalars
         within = self.V > 1 and max(lanes) < self.V and len(set(lanes)) > 1
-        if within and e.dtype in TYPES and self._is_aligned(access):
+        if within and e.dtype in TYPES and self.layout.is_aligned(access):
             name = f"v{access.number}"
             self.early.setdefault(name, (f"Vec<{kind}, {self.V}>", f"p{access.number} + {offset}"))
             return [f"{name}[k].get({lane})" for lane in lanes]
@@ -477,11 +384,13 @@ class _Emitter:
         return found
 
     def _stored(self, store: Store, lanes: list[str]) -> None:
-        access, places = self._address(store.target, store.index, store.dtype)
-        kind, offset = _type(store.dtype), self._offset(access)
+        access, places = self.layout.address(
+            store.target, self.tensors[store.target].strides, store.index, store.dtype
+        )
+        kind, offset = type_name(store.dtype), self.layout.offset(access)
         if store.dtype not in TYPES:
             raise Unsupported(f"results of {store.dtype}")
-        dense = places == list(range(self.V)) and self.V > 1 and self._is_aligned(access)
+        dense = places == list(range(self.V)) and self.V > 1 and self.layout.is_aligned(access)
         self.inner.append("if (live) {")
         if dense:
             name = f"o{access.number}"
@@ -493,142 +402,3 @@ class _Emitter:
             for lane, place in zip(lanes, places, strict=True):
                 self.inner.append(f"p{access.number}[{offset} + {place}] = narrow<{kind}>({lane});")
         self.inner.append("}")
-
-
-@dataclass(frozen=True)
-class _Spread:
-    threads: int
-    vector: int
-
-
-def _order(statistics: list[Statistics], width: int, rows: int) -> _Spread | None:
-    """How the threads share a row, which the order of its sums decides."""
-    found: set[_Spread] = set()
-    for s in statistics:
-        order = _order_of(s, width, rows)
-        found.add(_Spread(order.threads, order.vector))
-    if len(found) > 1:
-        raise Unsupported("sums of one row in different orders")
-    return found.pop() if found else None
-
-
-def _order_of(s: Statistics, width: int, rows: int) -> Any:
-    room = 8
-    if s.op is aten.mean.dim:
-        if s.dtype != torch.float32:
-            raise Unsupported(f"at::mean of {s.dtype}")
-        return mean_order(width, rows, room)
-    if s.op is RMS_NORM:
-        return torch_order(width, "TorchRms", room)
-    if s.op is aten.native_layer_norm.default:
-        return torch_order(width, "TorchLayer", room)
-    raise Unsupported(f"{s.op} has no order of summation here")
-
-
-def _scratch(norm: str) -> str:
-    return "shared_" + "".join(c if c.isalnum() else "_" for c in norm)
-
-
-def _type(dtype: torch.dtype) -> str:
-    names = {**TYPES, torch.bool: "bool", torch.int64: "i64", torch.int32: "int"}
-    if dtype not in names:
-        raise Unsupported(f"tensors of {dtype}")
-    return names[dtype]
-
-
-def _float(value: float) -> str:
-    return f"{torch.tensor(value, dtype=torch.float32).item()!r}f"
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, bool):
-        return "1.f" if value else "0.f"
-    return _float(float(value)) if isinstance(value, int | float) else ""
-
-
-def _normed(of: str, e: Normed, given: list[str]) -> str:
-    x, weight, bias = (*given, "", "")[:3]
-    kind = _type(e.dtype)
-    rounding = f"Each<{kind}>"
-    return (
-        f"{of}.template apply<{rounding}>({x}, {_flag(weight)}, {weight or '1.f'}, "
-        f"{_flag(bias)}, {bias or '0.f'})"
-    )
-
-
-def _flag(text: str) -> str:
-    return "true" if text else "false"
-
-
-# steps: C++ of one element, before it is rounded
-
-
-def _binary(function: str) -> Callable[..., str]:
-    return lambda a, b, **_: f"{function}({a}, {b})"
-
-
-def _power(a: str, exponent: Any) -> str:
-    value = float(exponent.rstrip("f"))
-    if value == 2:
-        return f"__fmul_rn({a}, {a})"
-    if value == 0.5:
-        return f"__fsqrt_rn({a})"
-    raise Unsupported(f"a power of {value}")
-
-
-STEPS: dict[Any, Callable[..., str]] = {
-    aten.add: _binary("__fadd_rn"),
-    aten.sub: _binary("__fsub_rn"),
-    aten.mul: _binary("__fmul_rn"),
-    aten.div: _binary("__fdiv_rn"),
-    aten.rsub: lambda a, b, **_: f"__fsub_rn({b}, {a})",
-    aten.neg: lambda a: f"(-{a})",
-    aten.pow: _power,
-    aten.square: lambda a: f"__fmul_rn({a}, {a})",
-    aten.rsqrt: lambda a: f"rsqrtf({a})",
-    aten.sqrt: lambda a: f"__fsqrt_rn({a})",
-    aten.reciprocal: lambda a: f"__fdiv_rn(1.f, {a})",
-    aten.exp: lambda a: f"expf({a})",
-    aten.sin: lambda a: f"sinf({a})",
-    aten.cos: lambda a: f"cosf({a})",
-    aten.tanh: lambda a: f"tanhf({a})",
-    aten.sigmoid: lambda a: f"logistic<false>(1.f, {a})",
-    aten.silu: lambda a: f"logistic<false>({a}, {a})",
-    aten.relu: lambda a: f"({a} <= 0.f ? 0.f : {a})",
-    aten.abs: lambda a: f"fabsf({a})",
-    aten.where: lambda c, a, b: f"({c} != 0.f ? {a} : {b})",
-    aten._to_copy: lambda a, **_: a,
-    aten.clone: lambda a, **_: a,
-    aten.addcmul: lambda a, b, c, **_: f"__fadd_rn({a}, __fmul_rn({b}, {c}))",
-    aten.full: lambda a: a,
-    aten.maximum: _binary("fmaxf"),
-    aten.minimum: _binary("fminf"),
-}
-GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
-
-
-def _step(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]], str]:
-    """What makes one lane of a step, rounded to its dtype."""
-    packet = getattr(e.op, "overloadpacket", e.op)
-    kwargs = dict(e.kwargs)
-    if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
-        raise Unsupported("complex numbers")
-    if any(t in (torch.int64, torch.int32, torch.float64) for t in (*types, e.dtype)):
-        raise Unsupported("whole numbers or float64")
-    if kwargs.pop("alpha", 1) != 1 or kwargs.pop("value", 1) != 1:
-        raise Unsupported(f"{e.op} with a factor")
-    if kwargs.pop("rounding_mode", None) is not None:
-        raise Unsupported(f"{e.op} with a rounding of its own")
-    if packet is aten.gelu:
-        name = GELU[kwargs.get("approximate", "none")]
-        return lambda a: _rounded(f"{name}({a[0]})", e.dtype)
-    make = STEPS.get(packet)
-    if make is None:
-        raise Unsupported(f"{e.op} has no code here")
-    return lambda a: _rounded(make(*a), e.dtype)
-
-
-def _rounded(text: str, dtype: torch.dtype) -> str:
-    if dtype in (torch.float32, torch.bool):
-        return text
-    return f"rounded<{_type(dtype)}>({text})"

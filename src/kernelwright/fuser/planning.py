@@ -15,22 +15,12 @@ from math import prod
 import torch
 from torch import fx
 
-from .building import (
-    IN_PLACE,
-    MOVES,
-    PARTS,
-    REDUCTIONS,
-    STEPS,
-    VIEWS,
-    Builder,
-    aten,
-    is_tensor,
-    packet,
-    shape_of,
-)
+from .building import REDUCTIONS, Builder
 from .index import Affine, CannotIndex, Cut, Space, Split
+from .node_kinds import NodeKinds
 from .program import Program, Store
 from .recording import RMS_NORM, Recording
+from .views import aten, is_tensor, packet, shape_of
 
 # an operand with this many times fewer elements is computed again wherever it is used
 SMALL = 16
@@ -50,63 +40,6 @@ class Plan:
     left: dict[str, int] = field(default_factory=dict)  # ops that stay PyTorch's, and how often
 
 
-class _Kinds:
-    """What each node of a graph is."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.nodes = [n for n in graph.nodes if n.op == "call_function"]
-        self.norms = {n for n in self.nodes if self._is_norm(n)}
-        self.computed = {n for n in self.nodes if self._is_computed(n)}
-        self.views = {n for n in self.nodes if self._is_view(n)}
-        inside = self.computed | self.views | self.norms
-        self.leaves = [n for n in self.nodes if n not in inside]
-        self.base: dict[fx.Node, fx.Node] = {}
-        for n in graph.nodes:
-            source = n.all_input_nodes[0] if n in self.views else n
-            self.base[n] = self.base.get(source, source) if n in self.views else n
-
-    def _is_computed(self, node: fx.Node) -> bool:
-        kind = packet(node)
-        if node.target is RMS_NORM:
-            return len(node.args[1]) == 1
-        if kind in IN_PLACE:
-            first = node.args[0]
-            return isinstance(first, fx.Node) and len(first.users) == 1 and _is_fresh(first)
-        if kind in REDUCTIONS:
-            return _along_last(node)
-        if _is_getitem(node):
-            return node.args[0] in self.norms
-        return (kind in STEPS or kind in MOVES) and is_tensor(node)
-
-    @staticmethod
-    def _is_norm(node: fx.Node) -> bool:
-        """A layer norm over the last dimension whose statistics nobody reads."""
-        if packet(node) is not aten.native_layer_norm or len(node.args[1]) != 1:
-            return False
-        return all(_is_getitem(user) and user.args[1] == 0 for user in node.users)
-
-    def _is_view(self, node: fx.Node) -> bool:
-        if _is_getitem(node):
-            return packet(node.args[0]) in PARTS
-        return packet(node) in VIEWS or packet(node) in PARTS
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _is_fresh(node: fx.Node) -> bool:
-    return node.op == "call_function" and packet(node) not in VIEWS and not _is_getitem(node)
-
-
-def _along_last(node: fx.Node) -> bool:
-    x, dims = (*node.args, None)[:2]
-    if not isinstance(x, fx.Node) or not isinstance(dims, list | tuple) or len(dims) != 1:
-        return False
-    kept = {k: v for k, v in node.kwargs.items() if v is not None}
-    return not kept and dims[0] % len(shape_of(x)) == len(shape_of(x)) - 1
-
-
 def plan(recording: Recording) -> Plan:
     """Programs for everything between the ops that stay PyTorch's."""
     return _Planner(recording).made()
@@ -115,7 +48,7 @@ def plan(recording: Recording) -> Plan:
 class _Planner:
     def __init__(self, recording: Recording) -> None:
         graph = recording.graph
-        self.graph, self.kinds, self.constants = graph, _Kinds(graph), recording.constants
+        self.graph, self.kinds, self.constants = graph, NodeKinds(graph), recording.constants
         self.stage = self._stages()
         self.stored: set[fx.Node] = {
             self.kinds.base[i]

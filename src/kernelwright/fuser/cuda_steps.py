@@ -1,0 +1,117 @@
+"""C++ of single steps with PyTorch's bits: what it computes for one element, and its rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..backends import Unsupported
+from ..backends.cuda import TYPES
+from .expression import Step
+from .lowering import Normed
+
+aten: Any = torch.ops.aten
+
+
+def type_name(dtype: torch.dtype) -> str:
+    names = {**TYPES, torch.bool: "bool", torch.int64: "i64", torch.int32: "int"}
+    if dtype not in names:
+        raise Unsupported(f"tensors of {dtype}")
+    return names[dtype]
+
+
+def float_literal(value: float) -> str:
+    return f"{torch.tensor(value, dtype=torch.float32).item()!r}f"
+
+
+def number(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1.f" if value else "0.f"
+    return float_literal(float(value)) if isinstance(value, int | float) else ""
+
+
+def normed(of: str, e: Normed, given: list[str]) -> str:
+    x, weight, bias = (*given, "", "")[:3]
+    kind = type_name(e.dtype)
+    rounding = f"Each<{kind}>"
+    return (
+        f"{of}.template apply<{rounding}>({x}, {_flag(weight)}, {weight or '1.f'}, "
+        f"{_flag(bias)}, {bias or '0.f'})"
+    )
+
+
+def _flag(text: str) -> str:
+    return "true" if text else "false"
+
+
+def _binary(function: str) -> Callable[..., str]:
+    return lambda a, b, **_: f"{function}({a}, {b})"
+
+
+def _power(a: str, exponent: Any) -> str:
+    value = float(exponent.rstrip("f"))
+    if value == 2:
+        return f"__fmul_rn({a}, {a})"
+    if value == 0.5:
+        return f"__fsqrt_rn({a})"
+    raise Unsupported(f"a power of {value}")
+
+
+STEPS: dict[Any, Callable[..., str]] = {
+    aten.add: _binary("__fadd_rn"),
+    aten.sub: _binary("__fsub_rn"),
+    aten.mul: _binary("__fmul_rn"),
+    aten.div: _binary("__fdiv_rn"),
+    aten.rsub: lambda a, b, **_: f"__fsub_rn({b}, {a})",
+    aten.neg: lambda a: f"(-{a})",
+    aten.pow: _power,
+    aten.square: lambda a: f"__fmul_rn({a}, {a})",
+    aten.rsqrt: lambda a: f"rsqrtf({a})",
+    aten.sqrt: lambda a: f"__fsqrt_rn({a})",
+    aten.reciprocal: lambda a: f"__fdiv_rn(1.f, {a})",
+    aten.exp: lambda a: f"expf({a})",
+    aten.sin: lambda a: f"sinf({a})",
+    aten.cos: lambda a: f"cosf({a})",
+    aten.tanh: lambda a: f"tanhf({a})",
+    aten.sigmoid: lambda a: f"logistic<false>(1.f, {a})",
+    aten.silu: lambda a: f"logistic<false>({a}, {a})",
+    aten.relu: lambda a: f"({a} <= 0.f ? 0.f : {a})",
+    aten.abs: lambda a: f"fabsf({a})",
+    aten.where: lambda c, a, b: f"({c} != 0.f ? {a} : {b})",
+    aten._to_copy: lambda a, **_: a,
+    aten.clone: lambda a, **_: a,
+    aten.addcmul: lambda a, b, c, **_: f"__fadd_rn({a}, __fmul_rn({b}, {c}))",
+    aten.full: lambda a: a,
+    aten.maximum: _binary("fmaxf"),
+    aten.minimum: _binary("fminf"),
+}
+GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
+
+
+def step_maker(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]], str]:
+    """What makes one lane of a step, rounded to its dtype."""
+    packet = getattr(e.op, "overloadpacket", e.op)
+    kwargs = dict(e.kwargs)
+    if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
+        raise Unsupported("complex numbers")
+    if any(t in (torch.int64, torch.int32, torch.float64) for t in (*types, e.dtype)):
+        raise Unsupported("whole numbers or float64")
+    if kwargs.pop("alpha", 1) != 1 or kwargs.pop("value", 1) != 1:
+        raise Unsupported(f"{e.op} with a factor")
+    if kwargs.pop("rounding_mode", None) is not None:
+        raise Unsupported(f"{e.op} with a rounding of its own")
+    if packet is aten.gelu:
+        name = GELU[kwargs.get("approximate", "none")]
+        return lambda a: _rounded(f"{name}({a[0]})", e.dtype)
+    make = STEPS.get(packet)
+    if make is None:
+        raise Unsupported(f"{e.op} has no code here")
+    return lambda a: _rounded(make(*a), e.dtype)
+
+
+def _rounded(text: str, dtype: torch.dtype) -> str:
+    if dtype in (torch.float32, torch.bool):
+        return text
+    return f"rounded<{type_name(dtype)}>({text})"

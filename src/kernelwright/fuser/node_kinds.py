@@ -1,0 +1,66 @@
+"""What each node of a recorded graph is: computed here, a view, or left to PyTorch."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS
+from .recording import RMS_NORM
+from .views import PARTS, VIEWS, aten, is_tensor, packet, shape_of
+
+
+class NodeKinds:
+    """What each node of a graph is."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = [n for n in graph.nodes if n.op == "call_function"]
+        self.norms = {n for n in self.nodes if self._is_norm(n)}
+        self.computed = {n for n in self.nodes if self._is_computed(n)}
+        self.views = {n for n in self.nodes if self._is_view(n)}
+        inside = self.computed | self.views | self.norms
+        self.leaves = [n for n in self.nodes if n not in inside]
+        self.base: dict[fx.Node, fx.Node] = {}
+        for n in graph.nodes:
+            source = n.all_input_nodes[0] if n in self.views else n
+            self.base[n] = self.base.get(source, source) if n in self.views else n
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        kind = packet(node)
+        if node.target is RMS_NORM:
+            return len(node.args[1]) == 1
+        if kind in IN_PLACE:
+            first = node.args[0]
+            return isinstance(first, fx.Node) and len(first.users) == 1 and _is_fresh(first)
+        if kind in REDUCTIONS:
+            return _along_last(node)
+        if _is_getitem(node):
+            return node.args[0] in self.norms
+        return (kind in STEPS or kind in MOVES) and is_tensor(node)
+
+    @staticmethod
+    def _is_norm(node: fx.Node) -> bool:
+        """A layer norm over the last dimension whose statistics nobody reads."""
+        if packet(node) is not aten.native_layer_norm or len(node.args[1]) != 1:
+            return False
+        return all(_is_getitem(user) and user.args[1] == 0 for user in node.users)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        if _is_getitem(node):
+            return packet(node.args[0]) in PARTS
+        return packet(node) in VIEWS or packet(node) in PARTS
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    return node.op == "call_function" and packet(node) not in VIEWS and not _is_getitem(node)
+
+
+def _along_last(node: fx.Node) -> bool:
+    x, dims = (*node.args, None)[:2]
+    if not isinstance(x, fx.Node) or not isinstance(dims, list | tuple) or len(dims) != 1:
+        return False
+    kept = {k: v for k, v in node.kwargs.items() if v is not None}
+    return not kept and dims[0] % len(shape_of(x)) == len(shape_of(x)) - 1

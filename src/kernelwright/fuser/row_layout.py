@@ -1,0 +1,129 @@
+"""How the elements along a row lie in the lanes of a thread, and where that is in memory.
+
+A thread holds vectors of V neighbours. The variables along the row have a value in each lane that
+is known when the kernel is compiled, beside one that the vector decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..backends import Unsupported
+from .index import Affine
+from .lowering import Shape
+
+# the widest access of a thread in bytes
+ACCESS = 16
+
+
+@dataclass
+class Access:
+    """A pointer of the kernel: a tensor at a certain place of each row."""
+
+    number: int
+    name: str
+    dtype: torch.dtype
+    constant: int
+    strides: list[int]
+    dynamic: tuple[tuple[str, int], ...]
+
+
+def widest_vector(shape: Shape, extents: Mapping[str, int], itemsize: int) -> int:
+    """How many neighbours a thread may hold as one vector."""
+    width = prod(extents[n] for n in shape.along)
+    vector = ACCESS // max(itemsize, 2)
+    while vector > 1 and (width % vector or not _fits(shape, extents, vector)):
+        vector //= 2
+    return vector
+
+
+def _fits(shape: Shape, extents: Mapping[str, int], vector: int) -> bool:
+    """Whether the value of each variable in each lane is known."""
+    stride = 1
+    for name in reversed(shape.along):
+        reach = stride * extents[name]
+        if not (stride % vector == 0 or vector % reach == 0 or vector % stride == 0):
+            return False
+        if stride < vector < reach and reach % vector:
+            return False
+        stride = reach
+    return True
+
+
+class RowLayout:
+    """The variables along a row: `lane` has their values in each lane, `rest` the code for what a
+    vector adds to that ("" if nothing)."""
+
+    def __init__(self, shape: Shape, extents: Mapping[str, int], vector: int) -> None:
+        self.shape, self.extents, self.V = shape, extents, vector
+        self.width = prod(extents[n] for n in shape.along)
+        if self.width % vector or not _fits(shape, extents, vector):
+            raise Unsupported(f"vectors of {vector} along {self.width} elements")
+        self.accesses: dict[Any, Access] = {}
+        self.lane: dict[str, list[int]] = {}
+        self.rest: dict[str, str] = {}
+        stride = 1
+        for name in reversed(shape.along):
+            extent = extents[name]
+            reach = stride * extent
+            whole = f"base / {stride}" if stride > 1 else "base"
+            whole = whole if reach == self.width else f"{whole} % {extent}"
+            lanes = range(vector)
+            if stride >= vector:
+                self.lane[name], self.rest[name] = [0] * vector, whole
+            elif reach <= vector:
+                self.lane[name] = [i // stride % extent for i in lanes]
+                self.rest[name] = ""
+            else:
+                self.lane[name] = [i // stride for i in lanes]
+                self.rest[name] = whole
+            stride = reach
+
+    def address(
+        self, name: str, steps: tuple[int, ...], index: tuple[Affine, ...], dtype: torch.dtype
+    ) -> tuple[Access, list[int]]:
+        """The pointer of an access, and what to add to it in each lane."""
+        total = Affine()
+        for part, stride in zip(index, steps, strict=True):
+            total = total + part * stride
+        terms = dict(total.terms)
+        strides = [terms.get(n, 0) for n in self.shape.rows]
+        along = {n: terms.get(n, 0) for n in self.shape.along}
+        dynamic = tuple((n, c) for n, c in along.items() if c and self.rest[n])
+        lanes = [
+            total.constant + sum(c * self.lane[n][i] for n, c in along.items())
+            for i in range(self.V)
+        ]
+        low = min(lanes) // self.V * self.V
+        key = name, tuple(strides), dynamic, low
+        if key not in self.accesses:
+            number = len(self.accesses)
+            self.accesses[key] = Access(number, name, dtype, low, strides, dynamic)
+        return self.accesses[key], [lane - low for lane in lanes]
+
+    def offset(self, access: Access) -> str:
+        """What to add to a pointer for the vector at `base`."""
+        stride, dense = 1, True
+        for name in reversed(self.shape.along):
+            coefficient = dict(access.dynamic).get(name, 0)
+            dense &= not self.rest[name] or coefficient == stride
+            stride *= self.extents[name]
+        if dense and access.dynamic:
+            return "base"
+        terms = [f"({self.rest[n]}) * {c}" for n, c in access.dynamic]
+        return " + ".join(terms) if terms else "0"
+
+    def is_aligned(self, access: Access) -> bool:
+        """Whether every vector begins at a multiple of V elements, if its tensor does."""
+        steps = (*access.strides, *(c * self._step_of(n) for n, c in access.dynamic))
+        return all(step % self.V == 0 for step in steps)
+
+    def _step_of(self, name: str) -> int:
+        """By how much a variable changes from vector to vector, at least."""
+        lanes = self.lane[name]
+        return lanes[-1] + 1 if any(lanes) else 1
