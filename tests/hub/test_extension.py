@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -142,20 +143,17 @@ def test_nvcc_compiles_every_file_for_every_gpu(project, instances, tmp_path, mo
     asked = set(re.findall(r"__CUDA_ARCH__ *\S+ *\d+", "".join(cuda.headers().values())))
     assert asked == {"__CUDA_ARCH__ >= 800"}
     codes = [f"-gencode=arch=compute_{v},code=sm_{n}" for v, n in _through(extension.ARCHS)]
+    sources = shutil.copytree(project / "cuda", tmp_path / "cuda")
     for number, (family, launches) in enumerate(instances.items()):
         few = list({x.template.partition(",")[0]: x for x in launches}.values())
         assert len(few) == 3
-        (tmp_path / f"{family}.inc").write_text(build_files.listing([few[number % 3]]))
+        (sources / f"{family}.inc").write_text(build_files.listing([few[number % 3]]))
     # as one unit: the headers of CUDA take longer to read than the kernels to compile
-    for family in instances:
-        source = project / "cuda" / f"{family}.cu"
-        # beside its short list: an include looks there first
-        (tmp_path / source.name).write_text(source.read_text())
-    unit, built = tmp_path / "all.cu", tmp_path / "all.o"
+    unit, built = sources / "all.cu", tmp_path / "all.o"
     unit.write_text(
         "".join(f'#include "{f}.cu"\n#undef FAMILY\n#undef INSTANCES\n' for f in instances)
     )
-    folders = [tmp_path, project / "cuda", project / "include"]
+    folders = [sources, project / "include"]
     command = [extension.compiler(), *codes, *(f"-I{p}" for p in folders)]
     subprocess.run([*command, "-c", str(unit), "-o", str(built)], check=True)
     assert built.stat().st_size
