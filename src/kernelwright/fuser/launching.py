@@ -14,6 +14,7 @@ from ..backends.cuda import CudaLaunch
 from . import cuda_source
 from .cuda_source import ENTRY, Kernel
 from .program import Program
+from .row_layout import ACCESS
 
 MAX_ROWS = 2**32 - 1
 
@@ -61,9 +62,11 @@ class Launched:
         layout = {n: cuda_source.Tensor(t.stride(), t.dtype) for n, t in tensors.items()}
         kernel = cuda_source.kernel(program, layout)
         launch = launch_of(kernel)
-        self.alignment = kernel.alignment
+        sizes = {name: t.element_size() for name, t in tensors.items()}
+        # (name, bytes to add to its address, what the sum has to be a multiple of)
         self.places = [
-            (name, offset * tensors[name].element_size()) for name, offset in kernel.pointers
+            (name, offset * sizes[name], min(ACCESS, kernel.alignment * sizes[name]))
+            for name, offset in kernel.pointers
         ]
         present = dict.fromkeys(launch.pointers, True)
         self.launch: Callable[[Sequence[int]], None] = backends.load(
@@ -71,4 +74,8 @@ class Launched:
         )
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.launch([tensors[name].data_ptr() + offset for name, offset in self.places])
+        addresses = [tensors[name].data_ptr() + offset for name, offset, _ in self.places]
+        for address, (name, _, multiple) in zip(addresses, self.places, strict=True):
+            if address % multiple:
+                raise Unsupported(f"{name} does not begin at a multiple of {multiple} bytes")
+        self.launch(addresses)

@@ -35,7 +35,6 @@ class Plan:
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     steps: list[fx.Node | Program]
-    stored: dict[str, fx.Node]  # what programs write, by name
     ops: int  # how many ops of the graph are inside programs
     left: dict[str, int] = field(default_factory=dict)  # ops that stay PyTorch's, and how often
 
@@ -210,7 +209,6 @@ class _Planner:
         for p in programs:
             for s in p.stores:
                 by_target.setdefault(s.target, []).append(p)
-        stored = {n.name: n for n in self.graph.nodes if n.name in by_target}
         steps: list[fx.Node | Program] = []
         done: set[int] = set()
 
@@ -236,7 +234,7 @@ class _Planner:
             if isinstance(n, fx.Node):
                 left[str(n.target)] = left.get(str(n.target), 0) + 1
         ops = len(self.kinds.computed)
-        return Plan(self.graph, self.constants, steps, stored, ops, left)
+        return Plan(self.graph, self.constants, steps, ops, left)
 
 
 @dataclass

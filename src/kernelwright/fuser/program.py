@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -29,10 +28,6 @@ class Program:
 
     extents: tuple[tuple[str, int], ...]
     stores: tuple[Store, ...]
-
-    @property
-    def elements(self) -> int:
-        return prod(extent for _, extent in self.extents)
 
     @property
     def loads(self) -> list[str]:

@@ -26,7 +26,7 @@ class CannotRecord(Exception):
     """Why a forward cannot be written down."""
 
 
-def _attention(
+def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -41,7 +41,7 @@ def _attention(
     )
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+def plain_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
     return F.rms_norm(x, shape, weight, eps)
 
 
@@ -55,13 +55,13 @@ ATTENTION = library.define(
     "recorded_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, "
     "float? scale, bool grouped) -> Tensor",
-    _attention,
+    plain_attention,
     lambda query, key, value, *_: query.new_empty(*query.shape[:-1], value.shape[-1]),
 )
 RMS_NORM = library.define(
     "recorded_rms_norm",
     "(Tensor x, int[] shape, Tensor? weight, float? eps) -> Tensor",
-    _rms_norm,
+    plain_rms_norm,
     lambda x, shape, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 

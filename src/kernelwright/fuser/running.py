@@ -19,7 +19,7 @@ from .expression import Load
 from .index import Affine, Space
 from .planning import Plan
 from .program import Program, Store
-from .recording import ATTENTION, LINEAR, RMS_NORM, _attention, _rms_norm
+from .recording import ATTENTION, LINEAR, RMS_NORM, plain_attention, plain_rms_norm
 
 # writes what a program stores: (program, what it loads by name, what it stores by name)
 Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -27,8 +27,8 @@ Values = list[Any]
 # straight to the function, not through the dispatcher
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
-    ATTENTION: _attention,
-    RMS_NORM: _rms_norm,
+    ATTENTION: plain_attention,
+    RMS_NORM: plain_rms_norm,
 }
 
 
