@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
+from kernelwright import models
 from kernelwright.bench import first_result
 from kernelwright.bench import models as bench
 from kernelwright.bench.models_table import table
@@ -218,3 +219,73 @@ def test_compiled_by_block_and_undone(monkeypatch):
     assert [row["config"] for row in rows] == ["eager", "compile"]
     assert {type(m).__name__ for m in compiled} == {"LlamaDecoderLayer"}
     assert all(m._compiled_call_impl is None for m in compiled)
+
+
+def test_all_presets_in_one_table(monkeypatch, tmp_path):
+    """What is compared with torch.compile, with few layers; a model that fails is a row."""
+    shown = {name: models.presets()[name] for name in ("llama-3-8b", "mochi", "dit-xl")}
+    monkeypatch.setattr(models, "presets", lambda: shown)
+    kept = models.build
+
+    def broken(name, **how):
+        if name == "mochi":
+            raise torch.OutOfMemoryError("too large\nby far")
+        return kept(name, **how)
+
+    monkeypatch.setattr(models, "build", broken)
+    asked = []
+
+    def measured(model, inputs, config, *rest):
+        asked.append((type(model).__name__, config))
+        return {"ms": 1.0, "first_s": 1.0, "equal": True, "error": None}
+
+    monkeypatch.setattr(bench, "_measure", measured)
+    out = tmp_path / "all.json"
+    done = invoke("--all", "--layers", "1", *TINY, "--out", str(out))
+    assert done.exit_code == 1
+    configs = ["eager", "compile", "exact+graphs", "fused+graphs", "fp8+graphs"]
+    assert asked == [(c, n) for c in ("LlamaForCausalLM", "DiTTransformer2DModel") for n in configs]
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["config"] for row in rows] == configs * 3
+    assert {row["sizes"]["layers"] for row in rows} == {1}
+    assert {row["failed"] for row in rows[5:10]} == {"the model: OutOfMemoryError: too large"}
+    assert f"mochi {', '.join(configs)}: the model: OutOfMemoryError: too large" in done.output
+    assert "leave their names out" in invoke("--all", "mochi").output
+
+
+def test_layers_are_built_at_full_width():
+    how = {"tiny": True, "device": "cpu", "dtype": torch.float32, "seconds": 0.01}
+    (row,) = bench.measure("flux-dev", ["eager"], layers=1, with_error=False, **how)
+    assert row["sizes"]["layers"] == 1
+    assert invoke("flux-dev", "--layers", "0", *TINY).exit_code == 2
+
+
+def test_nothing_is_started_when_the_time_is_over(monkeypatch):
+    def measured(model, inputs, config, *rest):
+        monkeypatch.setattr(bench.time, "monotonic", lambda: clock() + 3600)
+        return {"ms": 1.0, "first_s": 1.0, "equal": True, "error": None}
+
+    clock = bench.time.monotonic
+    monkeypatch.setattr(bench, "_measure", measured)
+    names = ["dit-xl", "llama-3-8b"]
+    done = invoke(*names, *TINY, "--config", "eager,exact", "--minutes", "5", "--json")
+    assert done.exit_code == 0, done.output
+    first, *others = json.loads(done.stdout)
+    assert first["ms"] == 1.0
+    assert [(row["model"], row["config"]) for row in others] == [
+        ("dit-xl", "exact"),
+        ("llama-3-8b", "eager"),
+        ("llama-3-8b", "exact"),
+    ]
+    assert {row["failed"] for row in others} == {"left out after 5 minutes"}
+
+
+@pytest.mark.parametrize("name", ["mochi", "minimax-h3"])
+def test_another_size_is_one_that_the_preset_takes(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(first_result, "configured", lambda model, *_: (lambda **given: None, None))
+    kept = models.inputs
+    monkeypatch.setattr(models, "inputs", lambda *a, **how: asked.append(how) or kept(*a, **how))
+    how = {"tiny": True, "device": "cpu", "dtype": torch.float32}
+    first_result.first_seconds(name, "eager", layers=1, **how)
+    assert asked[1]["frames"] > models.presets()[name].tiny_sizes["frames"]

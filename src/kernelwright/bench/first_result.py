@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def cold_and_warm(
     device: str,
     dtype: torch.dtype,
     sizes: Mapping[str, int],
+    layers: int | None = None,
 ) -> dict[str, float]:
     """`cold_s` with empty caches; `warm_s` with the caches of that run, and `other_first_s` and
     `other_second_s` of the same process at another size."""
@@ -51,6 +53,7 @@ def cold_and_warm(
         *(sys.executable, "-m", "kernelwright.bench.first_result", preset, "--config", config),
         *("--device", device, "--dtype", str(dtype).removeprefix("torch.")),
         *(["--tiny"] if tiny else []),
+        *(["--layers", str(layers)] if layers is not None else []),
         *(["--size", *(f"{n}={v}" for n, v in sizes.items())] if sizes else []),
     ]
     with tempfile.TemporaryDirectory(prefix="kernelwright-first-") as folder:
@@ -68,17 +71,25 @@ def _in_a_process(command: list[str], caches: dict[str, str]) -> dict[str, float
 
 
 def first_seconds(
-    preset: str, config: str, *, tiny: bool, device: str, dtype: torch.dtype, **sizes: int
+    preset: str,
+    config: str,
+    *,
+    tiny: bool,
+    device: str,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    **sizes: int,
 ) -> dict[str, float]:
     """Seconds of `inject` and the first forward of a new model; then of the first and the second
     forward at another size."""
     build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
-    model = models.build(preset, **build)
+    model = models.build(preset, layers=layers, **build)
     inputs = models.inputs(preset, **{**build, **sizes})
     found = models.presets()[preset]
     known = {**(found.tiny_sizes if tiny else found.sizes), **sizes}
     name = next(name for name in OTHER if name in known)
-    other: dict[str, Any] = {**build, **known, name: known[name] + OTHER[name]}
+    more = math.ceil(OTHER[name] / found.frames) * found.frames if name == "frames" else OTHER[name]
+    other: dict[str, Any] = {**build, **known, name: known[name] + more}
     others = models.inputs(preset, **other)
     gpu = torch.device(device).type == "cuda"
     seconds: dict[str, float] = {}
@@ -109,10 +120,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--size", nargs="*", default=[], metavar="NAME=N")
     args = parser.parse_args()
     sizes = {name: int(size) for name, _, size in (s.partition("=") for s in args.size)}
-    how: dict[str, Any] = {"tiny": args.tiny, "device": args.device, **sizes}
+    how: dict[str, Any] = {"tiny": args.tiny, "device": args.device, "layers": args.layers, **sizes}
     seconds = first_seconds(args.preset, args.config, dtype=getattr(torch, args.dtype), **how)
     print(json.dumps(seconds))
 

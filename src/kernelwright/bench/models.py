@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..measure import results
 from ..measure.configs import CONFIGS, configured, tier_of
 from ..measure.results import environment_of
 from ..measure.timing import milliseconds, wait
+from ..models.catalog import preset as preset_named
 from ..profiling.categories import split
 from ..profiling.record import record
 from . import first_result
@@ -51,28 +53,34 @@ def measure(
     seconds: float = 2.0,
     with_error: bool = True,
     first_of: Sequence[str] = (),
+    layers: int | None = None,
     **sizes: int,
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """One row a configuration: milliseconds a forward, memory, seconds to the first result.
 
     For the configurations `first_of`, the first result is also timed in new processes, with cold
-    and with warm caches. A configuration that fails gets a row too, and the next ones still run.
+    and with warm caches. A configuration that fails gets a row too, and the next ones still run; of
+    a model that cannot be built or run, every configuration gets a row with the reason. `layers`
+    builds at most so many of each kind of block.
     """
-    build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
-    model = models.build(preset, **build)
-    inputs = models.inputs(preset, **{**build, **sizes})
+    place: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
+    build = {**place, "layers": layers}
+    rows = [_row(preset, config, tiny, dtype, layers, sizes) for config in configs]
     with torch.no_grad():
-        expected = model(**inputs)
-        truth = _truth(model, inputs) if with_error else None
-        eager_error = accuracy.error(expected, truth) if with_error else None
-        for config in configs:
-            row = {
-                "model": preset,
-                "tiny": tiny,
-                "sizes": {**_sizes(preset, tiny), **sizes},
-                "dtype": str(dtype).removeprefix("torch."),
-                "config": config,
-            }
+        try:
+            model = models.build(preset, **build)
+            inputs = models.inputs(preset, **{**place, **sizes})
+            expected = model(**inputs)
+        except Exception as error:
+            yield from (row | {"failed": f"the model: {_reason(error)}"} for row in rows)
+            return
+        try:
+            truth = _truth(model, inputs) if with_error else None
+        except torch.OutOfMemoryError:  # it needs three times the memory
+            truth = None
+        eager_error = None if truth is None else accuracy.error(expected, truth)
+        for row in rows:
+            config = row["config"]
             try:
                 row |= _measure(model, inputs, config, expected, truth, eager_error, seconds)
                 if config in first_of:
@@ -84,8 +92,32 @@ def measure(
             except CannotRun as no:
                 row["first_problem"] = str(no)
             except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                row["failed"] = _reason(error)
             yield row
+
+
+def _row(
+    preset: str,
+    config: str,
+    tiny: bool,
+    dtype: torch.dtype,
+    layers: int | None,
+    sizes: Mapping[str, int],
+) -> dict[str, Any]:
+    """What a row says before anything is measured."""
+    # among the sizes, so that a report never takes a few layers for the whole model
+    depth = {} if layers is None else {"layers": layers}
+    return {
+        "model": preset,
+        "tiny": tiny,
+        "sizes": {**_sizes(preset, tiny), **sizes, **depth},
+        "dtype": str(dtype).removeprefix("torch."),
+        "config": config,
+    }
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _measure(
@@ -192,34 +224,50 @@ def run(
     with_error: bool = True,
     first_of: Sequence[str] = (),
     out: Path | None = None,
+    layers: int | None = None,
+    minutes: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure presets, by default all, in turn; writes the rows so far to `out` after each."""
+    """Measure presets, by default all, in turn; writes the rows so far to `out` after each.
+
+    A preset that fails does not end the run. After `minutes` nothing more is started: what is left
+    out gets rows that say so.
+    """
     for config in configs:
         if config not in CONFIGS:
             raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
     if unknown := set(first_of) - set(configs):
         raise ValueError(f"--first {', '.join(sorted(unknown))}: not among --config")
     names = list(presets) or list(models.presets())
-    given: dict[str, Any] = {"tiny": tiny, **sizes}
     for name in names:  # fail before hours of work
-        models.inputs(name, **given)
+        preset_named(name).check(layers=layers, **sizes)
     if out is not None:
         results.check_writable(out)
     at = place.choose_device(device, tiny=tiny)
-    how: dict[str, Any] = {"device": str(at), "dtype": place.choose_dtype(dtype, at), **given}
+    kind = place.choose_dtype(dtype, at)
+    how: dict[str, Any] = {"tiny": tiny, "device": str(at), "dtype": kind, "layers": layers}
+    how |= {"seconds": seconds, "with_error": with_error, "first_of": first_of, **sizes}
     rows: list[dict[str, Any]] = []
+    where = environment_of(at) if out is not None else {}
+    late = {"failed": f"left out after {minutes or 0:g} minutes", "unavailable": True}
+    end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
     with ExitStack() as stack:
         if at.type == "cuda":
             stack.enter_context(torch.cuda.device(at))
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         task = progress.add_task("timing", total=len(names) * len(configs))
         for name in names:
-            for row in measure(
-                name, configs, seconds=seconds, with_error=with_error, first_of=first_of, **how
-            ):
-                rows.append(row)
-                progress.advance(task)
-                if out is not None:
-                    results.write(out, "models", rows, environment=environment_of(at))
+            left = list(configs)
+            if time.monotonic() < end:
+                with closing(measure(name, configs, **how)) as measured:
+                    for row in measured:
+                        rows.append(row)
+                        left.remove(row["config"])
+                        progress.advance(task)
+                        if time.monotonic() >= end:
+                            break
+            rows += [_row(name, config, tiny, kind, layers, sizes) | late for config in left]
+            # what was left out can wait for the last: writing asks the driver for its version
+            if out is not None and (len(left) < len(configs) or name == names[-1]):
+                results.write(out, "models", rows, environment=where)
             _fresh()
     return rows

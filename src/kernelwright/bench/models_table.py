@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -43,11 +44,12 @@ def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
-    """Why some configurations have no time."""
+    """Why some configurations have no time; a line for those of a model that share a reason."""
+    failed = (row for row in rows if "failed" in row)
+    shared = groupby(failed, lambda row: (row["model"], row["failed"], _style(row)))
     return [
-        Text(f"{row['model']} {row['config']}: {row['failed']}", style=_style(row))
-        for row in rows
-        if "failed" in row
+        Text(f"{model} {', '.join(row['config'] for row in group)}: {reason}", style=style)
+        for (model, reason, style), group in shared
     ]
 
 

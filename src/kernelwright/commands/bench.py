@@ -12,6 +12,9 @@ from .bench_ops import JsonOption, OutOption, ops
 from .one_line_errors import one_line_errors
 from .wide_tables import show
 
+OF_ONE = "eager,exact,exact+graphs,fused,fused+graphs,compile,exact+compile"
+OF_ALL = "eager,compile,exact+graphs,fused+graphs,fp8+graphs"
+
 __all__ = ["JsonOption", "OutOption", "app"]
 
 app = typer.Typer(
@@ -27,14 +30,29 @@ def model(
         list[str] | None,
         typer.Argument(help="Presets (`kernelwright models`); all of them by default."),
     ] = None,
-    config: Annotated[
-        str,
+    everything: Annotated[
+        bool,
         typer.Option(
+            "--all", help=f"All presets in one table; configurations {OF_ALL} if not given."
+        ),
+    ] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Build at most so many layers of each kind of block, at full width."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Start nothing after so many minutes; what is left out is listed."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            show_default=OF_ONE,
             help="What to compare, comma-separated: eager, compile; exact, fused or fp8, alone or "
             "with +graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 "
-            "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs."
+            "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
         ),
-    ] = "eager,exact,exact+graphs,fused,fused+graphs,compile,exact+compile",
+    ] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
     width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
@@ -65,19 +83,21 @@ def model(
     """Time one forward of whole models: eager, torch.compile, injected, and combinations.
 
     A time is taken only after the result was compared with eager: exact must give its bits, fused
-    an error against a float32 run that is not above eager's. Exits with 1 if one does not. A
-    configuration that is not available here gets a line that says why. On a GPU the time is split
-    into GEMM, attention, fused kernels and the rest.
+    an error against a float32 run that is not above eager's. Exits with 1 if one does not. A model
+    or a configuration that fails or is not available here gets a line that says why, and the others
+    still run. On a GPU the time is split into GEMM, attention, fused kernels and the rest.
     """
     from ..bench import models as bench
     from ..bench.models_table import notes, table
 
     sizes = {"frames": frames, "height": height, "width": width, "batch": batch_size}
     sizes["tokens"] = tokens
+    if everything and presets:
+        raise typer.BadParameter("it takes all presets: leave their names out", param_hint="--all")
     with one_line_errors("bench model", ValueError):
         rows = bench.run(
             presets or [],
-            config.split(","),
+            (config or (OF_ALL if everything else OF_ONE)).split(","),
             {name: size for name, size in sizes.items() if size is not None},
             tiny=tiny,
             device=device,
@@ -86,6 +106,8 @@ def model(
             with_error=error,
             first_of=first.split(",") if first else (),
             out=out,
+            layers=layers,
+            minutes=minutes,
         )
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import image, language, unet, video
+from . import flux, hunyuan, image, image_llm, language, unet, video, video_audio
 from .preset import Preset
 
 
@@ -25,16 +25,20 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    layers: int | None = None,
 ) -> nn.Module:
     """A preset's model with random weights, in eval mode and with the dtypes of `from_pretrained`.
 
-    Weights are drawn on `device`; "meta" gives the structure without memory, at any size. The
+    Weights are drawn on `device`; "meta" gives the structure without memory, at any size. `layers`
+    builds at most so many layers of each kind of block, at full width; `inputs` stay the same. The
     random state of torch is unchanged.
 
     >>> build("flux-dev", device="meta").config.num_layers
     19
+    >>> build("flux-dev", device="meta", layers=4).config.num_single_layers
+    4
     """
-    return preset(name).build(tiny=tiny, dtype=dtype, device=device, seed=seed)
+    return preset(name).build(tiny=tiny, dtype=dtype, device=device, seed=seed, layers=layers)
 
 
 def inputs(
@@ -73,7 +77,7 @@ def suggestion(name: str) -> str:
 
 @cache
 def _by_name() -> dict[str, Preset]:
-    families = (video, image, unet, language)
+    families = (video, hunyuan, video_audio, flux, image, image_llm, unet, language)
     return {preset.name: preset for family in families for preset in family.PRESETS}
 
 
@@ -82,9 +86,8 @@ def table() -> Any:
     from rich.table import Table
 
     shown = Table()
-    for name in ("preset", "model", "library", "sizes of its inputs"):
+    for name in ("preset", "model", "library", "one forward"):
         shown.add_column(name)
     for found in presets().values():
-        sizes = " ".join(f"{name}={value}" for name, value in found.sizes.items())
-        shown.add_row(found.name, found.title, found.library, sizes)
+        shown.add_row(found.name, found.title, found.library, found.what)
     return shown

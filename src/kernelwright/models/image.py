@@ -10,60 +10,6 @@ import torch
 from .preset import Draw, Preset, Sizes
 
 
-def _flux(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    batch, text = sizes["batch"], sizes["text"]
-    height, width = sizes["height"] // 16, sizes["width"] // 16
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    places = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).view(-1, 3)
-    return {
-        "hidden_states": draw.normal(batch, height * width, config["in_channels"]),
-        "encoder_hidden_states": draw.normal(batch, text, config["joint_attention_dim"]),
-        "pooled_projections": draw.normal(batch, config["pooled_projection_dim"]),
-        # the model multiplies both by 1000 in its dtype: values that stay exact in bfloat16, so
-        # that a float32 run gets the same inputs
-        "timestep": draw.timestep(500.0, batch).to(draw.dtype) / 1000,
-        "guidance": draw.timestep(4.0, batch),
-        "img_ids": places.to(draw.device, draw.dtype),
-        "txt_ids": torch.zeros(text, 3, device=draw.device, dtype=draw.dtype),
-        "return_dict": False,
-    }
-
-
-FLUX_DEV = Preset(
-    name="flux-dev",
-    title="FLUX.1-dev",
-    library="diffusers",
-    class_name="FluxTransformer2DModel",
-    config={
-        "patch_size": 1,
-        "in_channels": 64,
-        "out_channels": None,
-        "num_layers": 19,
-        "num_single_layers": 38,
-        "attention_head_dim": 128,
-        "num_attention_heads": 24,
-        "joint_attention_dim": 4096,
-        "pooled_projection_dim": 768,
-        "guidance_embeds": True,
-        "axes_dims_rope": (16, 56, 56),
-    },
-    tiny_config={
-        "in_channels": 16,
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "attention_head_dim": 64,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "pooled_projection_dim": 64,
-        "axes_dims_rope": (8, 28, 28),
-    },
-    sizes={"batch": 1, "height": 1024, "width": 1024, "text": 512},
-    tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 9},
-    make_inputs=_flux,
-    pixels=16,
-)
-
-
 def _sd3(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     batch = sizes["batch"]
     return {
@@ -73,6 +19,13 @@ def _sd3(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
         "timestep": draw.timestep(937.5, batch),
         "return_dict": False,
     }
+
+
+def _sd3_shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """As many blocks with a second attention as without; those come first."""
+    dual = config["dual_attention_layers"][:layers]
+    count = min(config["num_layers"], len(dual) + layers)
+    return {"num_layers": count, "dual_attention_layers": dual}
 
 
 SD3_5_MEDIUM = Preset(
@@ -109,7 +62,10 @@ SD3_5_MEDIUM = Preset(
     sizes={"batch": 2, "height": 1024, "width": 1024, "text": 77 + 256},
     tiny_sizes={"batch": 2, "height": 32, "width": 48, "text": 7},
     make_inputs=_sd3,
+    what="1024x1024, batch 2: 4096 + 333 tokens of width 1536",
     pixels=16,
+    depth=("num_layers", "dual_attention_layers"),
+    shallow=_sd3_shallow,
 )
 
 
@@ -164,6 +120,7 @@ PIXART = Preset(
     sizes={"batch": 2, "height": 1024, "width": 1024, "text": 300},
     tiny_sizes={"batch": 2, "height": 64, "width": 64, "text": 12},
     make_inputs=_pixart,
+    what="1024x1024, batch 2: 4096 tokens of width 1152, 300 of text",
     pixels=16,
 )
 
@@ -211,7 +168,112 @@ DIT_XL = Preset(
     sizes={"batch": 2, "side": 256},
     tiny_sizes={"batch": 2, "side": 64},
     make_inputs=_dit,
+    what="256x256, batch 2: 256 tokens of width 1152",
     pixels=16,
+)
+
+
+def _sana(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    batch, text = sizes["batch"], sizes["text"]
+    cells = sizes["height"] // 32, sizes["width"] // 32  # its autoencoder shrinks each side by 32
+    return {
+        "hidden_states": draw.normal(batch, config["in_channels"], *cells),
+        "encoder_hidden_states": draw.normal(batch, text, config["caption_channels"]),
+        "encoder_attention_mask": draw.mask(batch, text).long(),
+        "timestep": draw.timestep(937.5, batch),
+        "return_dict": False,
+    }
+
+
+SANA_1_6B = Preset(
+    name="sana-1.6b",
+    title="SANA 1.6B 1024",
+    library="diffusers",
+    class_name="SanaTransformer2DModel",
+    config={
+        "in_channels": 32,
+        "out_channels": 32,
+        "num_attention_heads": 70,
+        "attention_head_dim": 32,
+        "num_layers": 20,
+        "num_cross_attention_heads": 20,
+        "cross_attention_head_dim": 112,
+        "cross_attention_dim": 2240,
+        "caption_channels": 2304,
+        "mlp_ratio": 2.5,
+        "dropout": 0.0,
+        "attention_bias": False,
+        "sample_size": 32,
+        "patch_size": 1,
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+        "interpolation_scale": None,
+        "guidance_embeds": False,
+        "qk_norm": None,
+    },
+    tiny_config={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_attention_heads": 4,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 64,
+        "cross_attention_dim": 128,
+        "caption_channels": 64,
+        "sample_size": 4,
+    },
+    sizes={"batch": 2, "height": 1024, "width": 1024, "text": 300},
+    tiny_sizes={"batch": 2, "height": 128, "width": 192, "text": 12},
+    make_inputs=_sana,
+    what="1024x1024, batch 2: 1024 tokens of width 2240, linear attention, 300 of text",
+    pixels=32,
+)
+
+
+def _aura(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    batch, text = sizes["batch"], sizes["text"]
+    return {
+        "hidden_states": _latents(draw, config, sizes),
+        "encoder_hidden_states": draw.normal(batch, text, config["joint_attention_dim"]),
+        "timestep": draw.timestep(937.5, batch).to(draw.dtype) / 1000,
+        "return_dict": False,
+    }
+
+
+AURAFLOW = Preset(
+    name="auraflow",
+    title="AuraFlow 0.3",
+    library="diffusers",
+    class_name="AuraFlowTransformer2DModel",
+    config={
+        "sample_size": 64,
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_mmdit_layers": 4,
+        "num_single_dit_layers": 32,
+        "attention_head_dim": 256,
+        "num_attention_heads": 12,
+        "joint_attention_dim": 2048,
+        "caption_projection_dim": 3072,
+        "out_channels": 4,
+        "pos_embed_max_size": 9216,
+    },
+    tiny_config={
+        "sample_size": 8,
+        "num_mmdit_layers": 2,
+        "num_single_dit_layers": 2,
+        "attention_head_dim": 64,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "caption_projection_dim": 128,
+        "pos_embed_max_size": 64,
+    },
+    sizes={"batch": 2, "height": 1024, "width": 1024, "text": 256},
+    tiny_sizes={"batch": 2, "height": 64, "width": 64, "text": 12},
+    make_inputs=_aura,
+    what="1024x1024, batch 2: 4096 + 264 tokens of width 3072, heads of 256",
+    pixels=16,
+    depth=("num_mmdit_layers", "num_single_dit_layers"),
 )
 
 
@@ -221,4 +283,4 @@ def _latents(draw: Draw, config: Mapping[str, Any], sizes: Sizes) -> torch.Tenso
     return draw.normal(sizes["batch"], config["in_channels"], *cells)
 
 
-PRESETS = (FLUX_DEV, SD3_5_MEDIUM, PIXART, DIT_XL)
+PRESETS = (SD3_5_MEDIUM, PIXART, DIT_XL, SANA_1_6B, AURAFLOW)

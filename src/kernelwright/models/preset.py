@@ -49,6 +49,10 @@ class Draw:
         words = torch.where(short, max(tokens // 4, 1), tokens)
         return (torch.arange(tokens) < words[:, None]).to(self.device)
 
+    def grid(self, *sizes: int) -> Tensor:
+        """Coordinates of every cell of a grid, the last axis fastest [cells, axes]."""
+        return torch.cartesian_prod(*map(torch.arange, sizes)).to(self.device)
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -63,8 +67,13 @@ class Preset:
     sizes: Sizes
     tiny_sizes: Sizes
     make_inputs: Callable[[Draw, Mapping[str, Any], Sizes], dict[str, Any]]
+    what: str  # one forward at these sizes, in a line: resolution, tokens, what is special
     pixels: int = 1  # heights and widths are multiples of it
-    frames: int = 1  # the number of frames is a multiple of it plus 1
+    frames: int = 1  # the number of frames is a multiple of it plus `first_frames`
+    first_frames: int = 1
+    depth: tuple[str, ...] = ("num_layers",)  # entries of the config that count layers
+    # the config with N layers of each kind, where limiting the entries of `depth` to N is not that
+    shallow: Callable[[Mapping[str, Any], int], Mapping[str, Any]] | None = None
 
     def build(
         self,
@@ -73,15 +82,17 @@ class Preset:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
         seed: int = 0,
+        layers: int | None = None,
     ) -> nn.Module:
         """The model with random weights, in eval mode and with the dtypes of `from_pretrained`.
 
-        On the "meta" device it has the structure but takes no memory.
+        On the "meta" device it has the structure but takes no memory. `layers` builds at most so
+        many layers of each kind of block, at full width.
         """
         return random_model(
             self.library,
             self.class_name,
-            self._config(tiny),
+            self._with_layers(self._config(tiny), layers),
             dtype=dtype,
             device=device,
             seed=seed,
@@ -101,22 +112,44 @@ class Preset:
         `sizes` are any of the preset's `sizes`, such as batch, height and width in pixels, frames,
         text (its tokens), tokens; the others keep their defaults.
         """
+        self.check(**sizes)
         defaults = self.tiny_sizes if tiny else self.sizes
+        draw = Draw(dtype, device, seed)
+        return self.make_inputs(draw, self._config(tiny), {**defaults, **sizes})
+
+    def check(self, *, layers: int | None = None, **sizes: int) -> None:
+        """Raise a ValueError if `build` does not take these layers, or `inputs` these sizes."""
+        if layers is not None and layers < 1:
+            raise ValueError(f"{self.name}: layers is {layers}, expected 1 or more")
         for name, value in sizes.items():
-            if name not in defaults:
-                raise ValueError(f"{self.name}: no size {name!r}, expected any of {list(defaults)}")
+            if name not in self.sizes:
+                known = list(self.sizes)
+                raise ValueError(f"{self.name}: no size {name!r}, expected any of {known}")
             multiple = self.pixels if name in ("height", "width", "side") else 1
             if value < 1 or value % multiple:
                 wanted = f"a multiple of {multiple}" if multiple > 1 else "1 or more"
                 raise ValueError(f"{self.name}: {name} is {value}, expected {wanted}")
-            if name == "frames" and (value - 1) % self.frames:
-                below = value - (value - 1) % self.frames
+            if name == "frames" and (over := (value - self.first_frames) % self.frames):
+                below = max(value - over, self.first_frames)
                 raise ValueError(
-                    f"{self.name}: frames is {value}, expected {self.frames}k + 1: "
-                    f"{below} or {below + self.frames}"
+                    f"{self.name}: frames is {value}, expected {self.frames}k + "
+                    f"{self.first_frames}: {below} or {below + self.frames}"
                 )
-        draw = Draw(dtype, device, seed)
-        return self.make_inputs(draw, self._config(tiny), {**defaults, **sizes})
 
     def _config(self, tiny: bool) -> dict[str, Any]:
         return {**self.config, **self.tiny_config} if tiny else dict(self.config)
+
+    def _with_layers(self, config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+        if layers is None:
+            return config
+        self.check(layers=layers)
+        if self.shallow is not None:
+            return {**config, **self.shallow(config, layers)}
+        return {**config, **{name: _at_most(config[name], layers) for name in self.depth}}
+
+
+def _at_most(count: Any, layers: int) -> Any:
+    """A number of layers, or one for each level of a UNet, limited to `layers`."""
+    if isinstance(count, tuple):
+        return tuple(min(each, layers) for each in count)
+    return min(count, layers)

@@ -21,8 +21,11 @@ TABLE_SPREAD = 0.5  # the same of modulation tables around 0
 # sharper than the usual 1: uniform attention would average thousands of tokens to almost nothing
 QUERY_KEY_GAIN = 1.5
 QUERY_KEY = re.compile(
-    r"\b(to_[qk]|add_[qk]_proj|[qk]_proj|norm(_added)?_[qk]|[qk]_norm|query_key_value)\.weight$"
+    r"\b(to_[qk]|add_[qk]_proj|[qk]_proj|norm(_added)?_[qk]|[qk]_norm|(query|key)_norm|"
+    r"query_key_value)\.weight$"
 )
+# norms that multiply with 1 + weight
+AROUND_ZERO = re.compile(r"Gemma\d?RMSNorm|Krea2RMSNorm")
 # T5 does not divide its scores by the square root of its head_dim, 64
 T5_QUERY = re.compile(r"\bSelfAttention\.q\.weight$")
 
@@ -126,8 +129,8 @@ def _law(path: str, module: nn.Module, parameter: Tensor) -> tuple[float, float]
     gain = QUERY_KEY_GAIN if QUERY_KEY.search(path) else 1.0
     if path.endswith("bias"):
         return 0.0, SPREAD
-    if "Norm" in type(module).__name__:
-        return gain, gain * SPREAD
+    if "Norm" in (kind := type(module).__name__):
+        return gain - 1 if AROUND_ZERO.match(kind) else gain, gain * SPREAD
     if path.endswith("weight"):
         width = parameter[0].numel()
         if isinstance(module, nn.Embedding):
