@@ -1,4 +1,4 @@
-"""One block of each class of a model, and what a forward of the model gives it."""
+"""The blocks of a model, which are what is recorded, and what a forward of the model gives them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,29 @@ from typing import Any
 import torch
 from torch import nn
 
-# a module in a list of its own is a block if it has more parts than this
+from ..library_internals import peft_layers
+
+# a module in a list is a block if it has more parts than this; a layer of a feed-forward has fewer
 PARTS = 5
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model repeats: those in lists, the innermost where lists are nested."""
+    modules = list(model.modules())
+    adapters = {m for layer in peft_layers(modules) for m in layer.modules()}
+    found = [
+        block
+        for module in modules
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for block in module.children()
+        if block not in adapters and len(set(block.modules()) - adapters) > PARTS
+    ]
+    inner = set(found)
+    return [
+        block
+        for block in dict.fromkeys(found)
+        if not any(m in inner for m in block.modules() if m is not block)
+    ]
 
 
 def block_calls(
@@ -21,9 +42,7 @@ def block_calls(
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         found.setdefault(type(module).__name__, (module, args, kwargs))
 
-    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-    blocks = [b for m in lists for b in m if len(list(b.modules())) > PARTS]
-    hooks = [b.register_forward_pre_hook(note, with_kwargs=True) for b in blocks]
+    hooks = [b.register_forward_pre_hook(note, with_kwargs=True) for b in blocks(model)]
     try:
         with torch.no_grad():
             model(**inputs)

@@ -36,6 +36,12 @@ class Tensor:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    def as_real(self) -> Tensor:
+        """A complex tensor as one of pairs, any other one as it is."""
+        if self.dtype != torch.complex64:
+            return self
+        return Tensor((*(2 * s for s in self.strides), 1), torch.float32)
+
 
 @dataclass
 class Kernel:
@@ -67,6 +73,7 @@ class _Emitter:
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
+        self.tensors = {name: t.as_real() for name, t in self.tensors.items()}
         self.extents = dict(self.program.extents)
         self.space = Space(self.extents)
         self.shape = Shape.of(self.program)
@@ -388,9 +395,15 @@ class _Emitter:
             store.target, self.tensors[store.target].strides, store.index, store.dtype
         )
         kind, offset = type_name(store.dtype), self.layout.offset(access)
-        if store.dtype not in TYPES:
+        if store.dtype not in TYPES and store.dtype != torch.bool:
             raise Unsupported(f"results of {store.dtype}")
-        dense = places == list(range(self.V)) and self.V > 1 and self.layout.is_aligned(access)
+        whole = store.dtype in TYPES
+        dense = (
+            whole
+            and places == list(range(self.V))
+            and self.V > 1
+            and self.layout.is_aligned(access)
+        )
         self.inner.append("if (live) {")
         if dense:
             name = f"o{access.number}"
@@ -400,5 +413,6 @@ class _Emitter:
             self.inner.append(f"{name}.store_whole(p{access.number} + {offset});")
         else:
             for lane, place in zip(lanes, places, strict=True):
-                self.inner.append(f"p{access.number}[{offset} + {place}] = narrow<{kind}>({lane});")
+                value = f"narrow<{kind}>({lane})" if whole else f"{lane} != 0.f"
+                self.inner.append(f"p{access.number}[{offset} + {place}] = {value};")
         self.inner.append("}")

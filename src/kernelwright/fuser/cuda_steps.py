@@ -10,7 +10,7 @@ import torch
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
 from .expression import Step
-from .lowering import Normed
+from .lowering import PRODUCT, Normed
 
 aten: Any = torch.ops.aten
 
@@ -50,6 +50,15 @@ def _binary(function: str) -> Callable[..., str]:
     return lambda a, b, **_: f"{function}({a}, {b})"
 
 
+def _compared(sign: str) -> Callable[..., str]:
+    return lambda a, b: f"({a} {sign} {b} ? 1.f : 0.f)"
+
+
+def _both(sign: str) -> Callable[..., str]:
+    """On truth values alone: bits of whole numbers do not fit in a float."""
+    return lambda a, b: f"({a} != 0.f {sign} {b} != 0.f ? 1.f : 0.f)"
+
+
 def _power(a: str, exponent: Any) -> str:
     value = float(exponent.rstrip("f"))
     if value == 2:
@@ -80,13 +89,33 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.relu: lambda a: f"({a} <= 0.f ? 0.f : {a})",
     aten.abs: lambda a: f"fabsf({a})",
     aten.where: lambda c, a, b: f"({c} != 0.f ? {a} : {b})",
+    aten.eq: _compared("=="),
+    aten.ne: _compared("!="),
+    aten.lt: _compared("<"),
+    aten.le: _compared("<="),
+    aten.gt: _compared(">"),
+    aten.ge: _compared(">="),
+    aten.logical_not: lambda a: f"({a} == 0.f ? 1.f : 0.f)",
+    **dict.fromkeys((aten.logical_and, aten.bitwise_and), _both("&&")),
+    **dict.fromkeys((aten.logical_or, aten.bitwise_or), _both("||")),
+    aten.bitwise_not: lambda a: f"({a} == 0.f ? 1.f : 0.f)",
+    # as nvcc contracts the products of c10::complex
+    PRODUCT[0]: lambda a, b, c, d: f"__fmaf_rn({a}, {c}, -__fmul_rn({b}, {d}))",
+    PRODUCT[1]: lambda a, b, c, d: f"__fmaf_rn({a}, {d}, __fmul_rn({b}, {c}))",
     aten._to_copy: lambda a, **_: a,
     aten.clone: lambda a, **_: a,
-    aten.addcmul: lambda a, b, c, **_: f"__fadd_rn({a}, __fmul_rn({b}, {c}))",
+    aten.addcmul: lambda a, b, c, **_: f"__fmaf_rn({b}, {c}, {a})",
     aten.full: lambda a: a,
     aten.maximum: _binary("fmaxf"),
     aten.minimum: _binary("fminf"),
 }
+TRUTH = frozenset(
+    getattr(aten, name)
+    for name in (
+        *("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or"),
+        *("bitwise_and", "bitwise_or", "bitwise_not", "_to_copy", "clone", "where"),
+    )
+)
 GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
 
 
@@ -98,6 +127,11 @@ def step_maker(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]]
         raise Unsupported("complex numbers")
     if any(t in (torch.int64, torch.int32, torch.float64) for t in (*types, e.dtype)):
         raise Unsupported("whole numbers or float64")
+    bits = packet in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_not)
+    if bits and e.dtype != torch.bool:
+        raise Unsupported("bits of whole numbers")
+    if e.dtype == torch.bool and packet not in TRUTH:
+        raise Unsupported(f"{e.op} of truth values")
     if kwargs.pop("alpha", 1) != 1 or kwargs.pop("value", 1) != 1:
         raise Unsupported(f"{e.op} with a factor")
     if kwargs.pop("rounding_mode", None) is not None:
@@ -112,6 +146,8 @@ def step_maker(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]]
 
 
 def _rounded(text: str, dtype: torch.dtype) -> str:
-    if dtype in (torch.float32, torch.bool):
+    if dtype == torch.bool:
+        return f"({text} != 0.f ? 1.f : 0.f)"
+    if dtype == torch.float32:
         return text
     return f"rounded<{type_name(dtype)}>({text})"

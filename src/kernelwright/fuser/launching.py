@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -53,6 +54,17 @@ def launch_of(kernel: Kernel) -> ProgramLaunch:
     )
 
 
+def why_not(program: Program, values: Mapping[str, Any]) -> str | None:
+    """Why there is no kernel of a program, or None; `values` are what a graph was recorded with."""
+    layout = {n: cuda_source.Tensor(values[n].stride(), values[n].dtype) for n in program.loads}
+    layout |= {s.target: cuda_source.Tensor(s.strides, s.dtype) for s in program.stores}
+    try:
+        launch_of(cuda_source.kernel(program, layout))
+    except Unsupported as no:
+        return str(no)
+    return None
+
+
 class Launched:
     """One program on one GPU, for tensors of one layout."""
 
@@ -62,7 +74,8 @@ class Launched:
         layout = {n: cuda_source.Tensor(t.stride(), t.dtype) for n, t in tensors.items()}
         kernel = cuda_source.kernel(program, layout)
         launch = launch_of(kernel)
-        sizes = {name: t.element_size() for name, t in tensors.items()}
+        # a kernel sees a complex tensor as one of pairs
+        sizes = {n: t.element_size() // (1 + t.is_complex()) for n, t in tensors.items()}
         # (name, bytes to add to its address, what the sum has to be a multiple of)
         self.places = [
             (name, offset * sizes[name], min(ACCESS, kernel.alignment * sizes[name]))

@@ -20,6 +20,7 @@ from .expression import Choice, Expression, Load, Row, Step
 from .index import Affine, Space
 from .program import Program
 
+aten: Any = torch.ops.aten
 # without a sum along it a row is the last dimension, and what comes before it while it is shorter
 SHORT = 32
 
@@ -58,12 +59,41 @@ def operands(e: Any) -> list[Any]:
     return list(e.pieces) if isinstance(e, Choice) else []
 
 
+# the parts of a complex product, of the four parts of its factors
+PRODUCT = ("real part of a product", "imaginary part of a product")
+PARTS_OF_COMPLEX = {aten.real: 0, aten.imag: 1}
+
+
+def part_of(e: Any, part: int) -> Any:
+    """The real or the imaginary part of a complex expression."""
+    if isinstance(e, Load):
+        # a kernel sees a complex tensor as one of pairs
+        return Load(e.source, (*e.index, Affine(part)), torch.float32)
+    if isinstance(e, Choice):
+        return Choice(e.name, tuple(part_of(p, part) for p in e.pieces), torch.float32)
+    if isinstance(e, Step) and e.dtype == torch.complex64:
+        packet = getattr(e.op, "overloadpacket", e.op)
+        if packet is aten.complex:
+            return e.args[part]
+        if packet is aten.mul and all(_is_complex(a) for a in e.args):
+            parts = tuple(part_of(a, i) for a in e.args for i in (0, 1))
+            return Step(PRODUCT[part], parts, (), torch.float32)
+    raise Unsupported("complex numbers")
+
+
+def _is_complex(e: Any) -> bool:
+    return _is_expression(e) and e.dtype == torch.complex64
+
+
 def lowered(e: Expression, space: Space) -> Lowered:
-    """The same expression with its rows taken apart."""
+    """The same expression with rows and complex numbers taken apart."""
 
     @cache
     def low(e: Any) -> Any:
         if isinstance(e, Step):
+            whole = PARTS_OF_COMPLEX.get(getattr(e.op, "overloadpacket", e.op))
+            if whole is not None and _is_complex(e.args[0]):
+                return low(part_of(e.args[0], whole))
             return replace(e, args=tuple(low(a) if _is_expression(a) else a for a in e.args))
         if isinstance(e, Choice):
             return replace(e, pieces=tuple(map(low, e.pieces)))

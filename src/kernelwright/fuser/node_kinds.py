@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import torch
 from torch import fx
 
 from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS
@@ -10,9 +13,10 @@ from .views import PARTS, VIEWS, aten, is_tensor, packet, shape_of
 
 
 class NodeKinds:
-    """What each node of a graph is."""
+    """What each node of a graph is; those in `left` stay PyTorch's."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, left: Collection[fx.Node] = ()) -> None:
+        self.left = left
         self.nodes = [n for n in graph.nodes if n.op == "call_function"]
         self.norms = {n for n in self.nodes if self._is_norm(n)}
         self.computed = {n for n in self.nodes if self._is_computed(n)}
@@ -26,6 +30,8 @@ class NodeKinds:
 
     def _is_computed(self, node: fx.Node) -> bool:
         kind = packet(node)
+        if node in self.left or len(_devices(node)) > 1:
+            return False
         if node.target is RMS_NORM:
             return len(node.args[1]) == 1
         if kind in IN_PLACE:
@@ -37,9 +43,10 @@ class NodeKinds:
             return node.args[0] in self.norms
         return (kind in STEPS or kind in MOVES) and is_tensor(node)
 
-    @staticmethod
-    def _is_norm(node: fx.Node) -> bool:
+    def _is_norm(self, node: fx.Node) -> bool:
         """A layer norm over the last dimension whose statistics nobody reads."""
+        if node in self.left or len(_devices(node)) > 1:
+            return False
         if packet(node) is not aten.native_layer_norm or len(node.args[1]) != 1:
             return False
         return all(_is_getitem(user) and user.args[1] == 0 for user in node.users)
@@ -64,3 +71,8 @@ def _along_last(node: fx.Node) -> bool:
         return False
     kept = {k: v for k, v in node.kwargs.items() if v is not None}
     return not kept and dims[0] % len(shape_of(x)) == len(shape_of(x)) - 1
+
+
+def _devices(node: fx.Node) -> set[torch.device]:
+    """Where a node and its operands lie; a kernel reads one device only."""
+    return {n.meta["val"].device for n in (node, *node.all_input_nodes) if is_tensor(n)}

@@ -9,8 +9,10 @@ they are made of are one program.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,17 +39,40 @@ class Plan:
     steps: list[fx.Node | Program]
     ops: int  # how many ops of the graph are inside programs
     left: dict[str, int] = field(default_factory=dict)  # ops that stay PyTorch's, and how often
+    refused: list[str] = field(default_factory=list)  # why some of these have no program
 
 
-def plan(recording: Recording) -> Plan:
-    """Programs for everything between the ops that stay PyTorch's."""
-    return _Planner(recording).made()
+# why a program cannot be run, or None if it can: (program, value of each node by name)
+Check = Callable[[Program, Mapping[str, Any]], str | None]
+
+
+def plan(recording: Recording, check: Check | None = None) -> Plan:
+    """Programs for everything between the ops that stay PyTorch's. The ops of a program for which
+    `check` has a reason stay PyTorch's as well."""
+    left: dict[fx.Node, str] = {}
+    values = {n.name: n.meta.get("val") for n in recording.graph.nodes}
+    while True:
+        planner = _Planner(recording, left)
+        found = planner.made()
+        refused = {
+            node: why
+            for program in found.steps
+            if check is not None and isinstance(program, Program)
+            for why in [check(program, values)]
+            if why is not None
+            for node in planner.computed_in(program)
+        }
+        if not refused:
+            found.refused = sorted(set(left.values()))
+            return found
+        left |= refused
 
 
 class _Planner:
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, left: Collection[fx.Node]) -> None:
         graph = recording.graph
-        self.graph, self.kinds, self.constants = graph, NodeKinds(graph), recording.constants
+        self.graph, self.constants = graph, recording.constants
+        self.kinds = NodeKinds(graph, left)
         self.stage = self._stages()
         self.stored: set[fx.Node] = {
             self.kinds.base[i]
@@ -130,6 +155,13 @@ class _Planner:
     def _sources(self, node: fx.Node) -> set[fx.Node]:
         """What is in memory of all that a node is made of."""
         return {i for n in self._inlined(node) for i in n.all_input_nodes if self._in_memory(i)}
+
+    def computed_in(self, program: Program) -> set[fx.Node]:
+        """The nodes that a program computes."""
+        targets = {s.target for s in program.stores}
+        nodes = [n for n in self.graph.nodes if n.name in targets]
+        inlined: set[fx.Node] = set().union(*(self._inlined(n) for n in nodes))
+        return inlined & (self.kinds.computed | self.kinds.norms)
 
     def _groups(self) -> list[list[fx.Node]]:
         """Stored nodes that are one program: of one stage and shape, and made of the same."""

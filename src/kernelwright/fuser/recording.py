@@ -3,13 +3,18 @@
 Parameters and buffers are inputs of the graph, so that one graph serves every module of a class.
 Linear layers, attention and F.rms_norm stay single ops, whatever PyTorch makes of them. What cannot
 be written down raises `CannotRecord` with the reason: a value read on the host, random numbers,
-tensors of a class of their own.
+tensors of a class of their own, writing to an input.
+
+Layers that must be called rather than read (those with hooks or adapters) are *opaque*: a call of
+one is a single op of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from ..backends.torch_internals import pytree
+from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
 
 
@@ -66,6 +71,81 @@ RMS_NORM = library.define(
 )
 
 
+class _Layers(threading.local):
+    """The opaque layers of the module that is recorded or run in this thread."""
+
+    called: Sequence[nn.Module] = ()
+
+
+_layers = _Layers()
+
+
+@contextmanager
+def opaque_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Make these the layers that calls in a graph mean, by their number."""
+    before, _layers.called = _layers.called, layers
+    try:
+        yield
+    finally:
+        _layers.called = before
+
+
+def call_layer(x: Tensor, number: int) -> Tensor:
+    return _layers.called[number](x)
+
+
+def _called(x: Tensor, number: int) -> Tensor:
+    result = call_layer(x, number)
+    # an op must not return its own input
+    return result.clone() if result is x else result
+
+
+def _width(layer: Any) -> int:
+    return layer.weight.shape[0]
+
+
+LAYER = library.define(
+    "recorded_layer",
+    "(Tensor x, int number) -> Tensor",
+    _called,
+    lambda x, number: x.new_empty(*x.shape[:-1], _width(_layers.called[number])),
+)
+
+
+class _Opaque(nn.Module):
+    """Stands for a layer while the module around it is recorded."""
+
+    def __init__(self, layer: nn.Module, number: int) -> None:
+        super().__init__()
+        vars(self)["_layer"], vars(self)["_number"] = layer, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            raise CannotRecord(f"{type(self._layer).__name__} takes more than one tensor")
+        return LAYER(args[0], self._number)
+
+
+@contextmanager
+def _standing_in(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Replace opaque layers inside a module for the time of its recording."""
+    numbers = {id(layer): i for i, layer in enumerate(layers)}
+    put: list[tuple[dict[str, Any], str, nn.Module]] = []
+    for parent in list(module.modules()) if layers else ():
+        for name, child in parent._modules.items():
+            if id(child) in numbers and child is not None:
+                put.append((parent._modules, name, child))
+    for holder, name, child in put:
+        holder[name] = _Opaque(child, numbers[id(child)])
+    try:
+        yield
+    finally:
+        for holder, name, child in put:
+            holder[name] = child
+
+
 class _Whole(TorchFunctionMode):
     """Keeps functions whole that PyTorch would write down as their parts."""
 
@@ -100,6 +180,8 @@ def _sdpa(
 def _rms(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:
+        return F.rms_norm(input, normalized_shape, weight, eps)  # PyTorch runs it in parts, too
     return RMS_NORM(input, list(normalized_shape), weight, eps)
 
 
@@ -121,22 +203,29 @@ class Recording:
     returns: Any  # the structure of the result
     # tensors that the forward reads and is not given: attributes that are no buffers, globals
     constants: dict[str, Tensor]
+    results: list[Any] = field(default_factory=list)  # of this very run; taken out by its user
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-        leaves = pytree.tree_leaves((args, kwargs))
         named = _weights(module)
-        return [*(named[n] for n in self.weights), *(leaves[i] for i in self.positions)]
+        return [*(named[n] for n in self.weights), *self.given(args, kwargs)]
+
+    def given(self, args: Any, kwargs: Any) -> list[Tensor]:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return [leaves[i] for i in self.positions]
 
     def result(self, outputs: list[Any]) -> Any:
         return pytree.tree_unflatten(outputs, self.returns)
 
 
-def record(module: nn.Module, args: Any, kwargs: Any) -> Recording:
+def record(
+    module: nn.Module, args: Any, kwargs: Any, opaque: Sequence[nn.Module] = ()
+) -> Recording:
     """Run the forward of a module once, and write down what it does."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     positions = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
-    weights = _weights(module)
+    weights: dict[str, Tensor] = {}
     returned: list[Any] = []
+    results: list[Any] = []
 
     def run(*tensors: Tensor) -> Any:
         named = dict(zip(weights, tensors[: len(weights)], strict=True))
@@ -150,25 +239,47 @@ def record(module: nn.Module, args: Any, kwargs: Any) -> Recording:
         returned[:] = [spec]
         return outputs
 
-    tensors = [*weights.values(), *(leaves[i] for i in positions)]
-    for t in tensors:
-        if type(t) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise CannotRecord(f"a tensor of the class {type(t).__name__}")
-    try:
-        with torch.no_grad():
-            made = make_fx(torch.func.functionalize(run, remove="mutations"))(*tensors)
-    except CannotRecord:
-        raise
-    except Exception as error:
-        raise CannotRecord(str(error).strip().partition("\n")[0]) from error
+    functional = torch.func.functionalize(run, remove="mutations")
+
+    def kept(*tensors: Tensor) -> Any:
+        results[:] = functional(*tensors)
+        return list(results)
+
+    if any_autocast():
+        raise CannotRecord("autocast")
+    with _standing_in(module, opaque), opaque_layers(opaque):
+        weights.update(_weights(module))
+        tensors = [*weights.values(), *(leaves[i] for i in positions)]
+        for t in tensors:
+            if type(t) not in (Tensor, nn.Parameter, nn.Buffer):
+                raise CannotRecord(f"a tensor of the class {type(t).__name__}")
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                made = make_fx(kept)(*tensors)
+        except CannotRecord:
+            raise
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CannotRecord(str(error).strip().partition("\n")[0]) from error
     graph, constants = made.graph, {}
     for node in graph.nodes:
         if node.op == "get_attr":
             constants[node.name] = getattr(made, node.target)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotRecord(f"random numbers ({node.target})")
+        if _writes_to_input(node):
+            raise CannotRecord("it writes to its inputs")
     graph.eliminate_dead_code()
-    return Recording(graph, tuple(weights), positions, returned[0], constants)
+    return Recording(graph, tuple(weights), positions, returned[0], constants, results)
+
+
+def _writes_to_input(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or not node.args:
+        return False
+    first = node.args[0]
+    return isinstance(first, fx.Node) and first.op == "placeholder"
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

@@ -19,7 +19,15 @@ from .expression import Load
 from .index import Affine, Space
 from .planning import Plan
 from .program import Program, Store
-from .recording import ATTENTION, LINEAR, RMS_NORM, plain_attention, plain_rms_norm
+from .recording import (
+    ATTENTION,
+    LAYER,
+    LINEAR,
+    RMS_NORM,
+    call_layer,
+    plain_attention,
+    plain_rms_norm,
+)
 
 # writes what a program stores: (program, what it loads by name, what it stores by name)
 Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -28,8 +36,13 @@ Values = list[Any]
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
     ATTENTION: plain_attention,
+    LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
 }
+
+
+class OtherShape(Exception):
+    """A result whose shape depends on values has another one than when it was recorded."""
 
 
 class Executable:
@@ -118,6 +131,8 @@ class Executable:
             given = [read(values) for read in args]
             values[place] = function(*given, **{k: read(values) for k, read in kwargs.items()})
 
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+            return _shaped(run, place, node.meta["val"].shape), used | {place}
         return run, used | {place}
 
     def _program(self, program: Program) -> tuple[Callable[[Values], None], set[int]]:
@@ -157,6 +172,15 @@ def _view(place: int, node: fx.Node, base: fx.Node) -> Callable[[Values], Tensor
         return whole.as_strided(size, strides, whole.storage_offset() + offset)
 
     return view
+
+
+def _shaped(step: Callable[[Values], None], place: int, shape: Any) -> Callable[[Values], None]:
+    def run(values: Values) -> None:
+        step(values)
+        if values[place].shape != shape:
+            raise OtherShape
+
+    return run
 
 
 def _allocated(store: Store, device: torch.device) -> Tensor:

@@ -33,6 +33,7 @@ def inject(
     skip: Any = None,
     verify: bool = False,
     backend: str = "auto",
+    recipes: bool = True,
 ) -> Report:
     """Make a model use the kernels, until `restore(target)`.
 
@@ -47,11 +48,13 @@ def inject(
             ("transformer_blocks.0.*"), one or several.
         verify: in "fused", check every module at every new shape, not one of each class once.
         backend: "auto", or the name of the backend that every op uses.
+        recipes: whether forwards written for a family of models are used. Blocks without one run as
+            generated kernels; with False all of them do.
 
     Returns:
         A report of what was replaced, by what, and what was left alone and why. Print it.
     """
-    options = Options(numerics, graphs, only, skip, verify, backend)
+    options = Options(numerics, graphs, only, skip, verify, backend, recipes)
     report, injections = _planned(target, options)
     for injection in injections:
         root = injection.root()
@@ -84,9 +87,10 @@ def injected(
     skip: Any = None,
     verify: bool = False,
     backend: str = "auto",
+    recipes: bool = True,
 ) -> Iterator[Report]:
     """`inject` for the duration of a `with` block; an earlier injection comes back after it."""
-    options = Options(numerics, graphs, only, skip, verify, backend)
+    options = Options(numerics, graphs, only, skip, verify, backend, recipes)
     report, injections = _planned(target, options)
     for injection in injections:
         root = injection.root()
@@ -104,9 +108,16 @@ def injected(
                 _install_last(root)
 
 
-def inspect(target: Any, *, numerics: str = "exact", only: Any = None, skip: Any = None) -> Report:
+def inspect(
+    target: Any,
+    *,
+    numerics: str = "exact",
+    only: Any = None,
+    skip: Any = None,
+    recipes: bool = True,
+) -> Report:
     """What `inject` would do, without doing it. Works on a model on the meta device, too."""
-    report, _ = _planned(target, Options(numerics, only=only, skip=skip))
+    report, _ = _planned(target, Options(numerics, only=only, skip=skip, recipes=recipes))
     return report.as_plan()
 
 

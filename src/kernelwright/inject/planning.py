@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,14 @@ from weakref import ref
 
 from torch import nn
 
+from ..fuser.block_calls import blocks
 from .fp8.layers import DOES, Fp8Layers, check_device, unfit
 from .fusions import Fusions
 from .identify import norm_kinds
 from .identify.filters import Selection
 from .identify.targets import Part
 from .new_forwards import model_forward, module_forward
+from .recipes._any_block import BLOCK
 from .recipes._recipe import Chain, Forward, Patch, full_name, recipes
 from .report.record import Line
 from .report.report import Report
@@ -41,6 +44,7 @@ class Options:
     skip: Any = None
     verify: bool = False
     backend: str = "auto"
+    recipes: bool = True
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
@@ -100,6 +104,7 @@ class _Plan:
         self.checker.changed = self.fusions.forget_norms
         self.injection = Injection(ref(part.model), self.checker)
         self.lines: Counter[Line] = Counter()
+        self.blocks = set(blocks(part.model))
 
     def make(self) -> Injection:
         self._replace_modules()
@@ -116,7 +121,7 @@ class _Plan:
         made: dict[tuple[int, type], Forward] = {}
         covered: dict[nn.Module, str] = {}
         for name, module in self.named.items():
-            found, patch, why = _match(module)
+            found, patch, why = self._match(module)
             if not found:
                 continue
             why = why or self._left_alone(name, module, patch)
@@ -133,6 +138,27 @@ class _Plan:
             work_ahead.allow(module)
             self.injection.add(module, made[key])
             self._note(name, module, f"in {covered[module]}" if module in covered else patch.does)
+
+    def _match(self, module: nn.Module) -> tuple[bool, Patch | None, str | None]:
+        """Whether the report lists a module, its patch, and why it has none."""
+        why = None
+        for patch in self._patches(module):
+            answer = patch.matches(module)
+            if answer is True:
+                return True, patch, None
+            if isinstance(answer, str):
+                why = why or answer
+        if why is None and _COMPUTES.search(type(module).__name__):
+            why = "no recipe for it" if any(module.children()) else "nothing to fuse in it alone"
+        return why is not None, None, why
+
+    def _patches(self, module: nn.Module) -> Iterator[Patch]:
+        """Those written for a family first, then programs for blocks, then those of any module."""
+        families = recipes() if self.options.recipes else ()
+        yield from (p for r in families if not r.generic for p in r.patches)
+        if module in self.blocks:
+            yield BLOCK
+        yield from (p for r in recipes() if r.generic for p in r.patches)
 
     def _left_alone(self, name: str, module: nn.Module, patch: Patch | None) -> str | None:
         """Why a module that matches a recipe keeps its forward, or None."""
@@ -193,21 +219,6 @@ class _Plan:
 def _chain(module: nn.Module) -> Chain | None:
     """A function that lists the blocks of a module in the order of their calls, or None."""
     return next((c for r in recipes() if (c := r.chain(module)) is not None), None)
-
-
-def _match(module: nn.Module) -> tuple[bool, Patch | None, str | None]:
-    """Whether the report lists a module, its patch, and why it has none."""
-    why = None
-    for recipe in recipes():
-        for patch in recipe.patches:
-            answer = patch.matches(module)
-            if answer is True:
-                return True, patch, None
-            if isinstance(answer, str):
-                why = why or answer
-    if why is None and _COMPUTES.search(type(module).__name__):
-        why = "no recipe for it" if any(module.children()) else "nothing to fuse in it alone"
-    return why is not None, None, why
 
 
 # class names that a reader expects to find in the report

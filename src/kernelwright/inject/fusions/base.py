@@ -13,6 +13,7 @@ from ..fp8.layers import Fp8Layers
 from ..identify import norm_kinds
 from ..identify.norm_kinds import Norm
 from ..reuse.packed_gemm import SameBits
+from ..reuse.programs import Programs
 from ..reuse.prompt_values import PerForwardCache, Prompts
 from ..reuse.rope_tables import Tables
 from ..runtime.forwards import hooked
@@ -39,6 +40,7 @@ class BaseFusions:
     masks: PerForwardCache = field(default_factory=PerForwardCache)
     modulations: PerForwardCache = field(default_factory=PerForwardCache)
     same_bits: SameBits = field(default_factory=SameBits)
+    programs: Programs = field(default_factory=Programs)
     # the norm that each module is, until a module around it changes
     _norm_of_module: WeakKeyDictionary[nn.Module, Norm | str] = field(
         default_factory=WeakKeyDictionary

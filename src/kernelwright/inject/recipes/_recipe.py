@@ -31,7 +31,8 @@ class Patch:
     class; `written_for` are their fingerprints. Code with another fingerprint has changed since:
     every tier then checks the new forward, and torch.compile is given the module's own.
 
-    `not_exact` is why `exact` leaves these modules alone, or None.
+    `not_exact` is why `exact` leaves these modules alone, or None. `signature` returns the key of a
+    call's inputs under which verdicts are kept, where the usual one says too little.
     """
 
     target: str | Callable[[nn.Module], bool | str]
@@ -42,6 +43,7 @@ class Patch:
     written_for: tuple[str, ...] = ()
     for_class: bool = False
     not_exact: str | None = None
+    signature: Callable[[Any, Any], Any] | None = None
 
     def matches(self, module: nn.Module) -> bool | str:
         if callable(self.target):
@@ -60,13 +62,14 @@ Chain = Callable[[Any], Sequence[nn.Module]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model family. `chains` are the chains by the full name of the class that runs the blocks,
-    or a function that returns the chain of a module or None. In a chain, a block may work ahead for
-    the next."""
+    """One model family, or modules of any model (`generic`). `chains` are the chains by the full
+    name of the class that runs the blocks, or a function that returns the chain of a module or
+    None. In a chain, a block may work ahead for the next."""
 
     family: str
     patches: Sequence[Patch]
     chains: dict[str, Chain] | Callable[[nn.Module], Chain | None] = field(default_factory=dict)
+    generic: bool = False
 
     def chain(self, module: nn.Module) -> Chain | None:
         if callable(self.chains):

@@ -70,6 +70,7 @@ def is_feed_forward(module: Any) -> bool | str:
 
 RECIPE = Recipe(
     family="any model",
+    generic=True,
     patches=(
         Patch(is_norm, norm, "the norm in one kernel"),
         Patch(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import MethodType
+from functools import partial
+from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ...library_internals import (
     peft_layers,
 )
 from .class_code import FUNCTIONS
+from .side_effects import visible_effect
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
@@ -70,11 +72,14 @@ def why_run_once(root: nn.Module) -> str | None:
     for module in root.modules():
         if module is not root and is_hooked(module):
             return f"a hook or another forward on {type(module).__name__}"
-        if not _is_of_libraries(type(module).forward):
-            return f"code of {type(module).__module__} in {type(module).__name__}"
-        if effect := effect_of(module):
+        if effect := effect_of(module) or effect_of_class(type(module)):
             return effect
     return None
+
+
+def effect_of_class(kind: type[nn.Module]) -> str | None:
+    """What the forward of a class that no library has does beside computing, or None."""
+    return None if is_of_libraries(kind.forward) else visible_effect(kind, is_of_libraries)
 
 
 def effect_of(module: nn.Module) -> str | None:
@@ -85,16 +90,21 @@ def effect_of(module: nn.Module) -> str | None:
     if replaced and not has_library_hook(module):
         return f"another forward on {name}"
     of_library = type(module).__module__.partition(".")[0] in LIBRARIES
-    if of_library and not _is_of_libraries(type(module).forward):
+    if of_library and not is_of_libraries(type(module).forward):
         return f"another forward on the class {name}"
     for key, value in own.items():
         called = key not in HOOK_ATTRIBUTES and has_settings(value) and callable(value)
-        if called and not _is_of_libraries(type(value).__call__):
+        runs = value if isinstance(value, partial) else type(value).__call__
+        if called and not is_of_libraries(runs):
             return f"a {type(value).__name__} on {name}"
     return None
 
 
-def _is_of_libraries(function: Any) -> bool:
+def is_of_libraries(function: Any) -> bool:
+    if isinstance(function, partial):
+        return is_of_libraries(function.func)
+    if isinstance(function, BuiltinFunctionType):  # no method of a list, but a function of torch
+        return isinstance(function.__self__, ModuleType | type | None)
     place = getattr(function, "__globals__", {}).get("__name__") or getattr(
         function, "__module__", None
     )

@@ -127,7 +127,7 @@ class _Attributes:
         for name, value in names.items():
             if name in COMMON or (only is not None and name not in only):
                 continue
-            if _is_plain(value):
+            if is_plain_value(value):
                 plain.append(name)
                 continue
             self.other.append((name, _Other(value)))
@@ -182,7 +182,7 @@ class _Settings:
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._attributes = attributes
         self._names, self._types = list(attributes), list(map(type, attributes.values()))
-        plain = [name for name, value in attributes.items() if _is_plain(value)]
+        plain = [name for name, value in attributes.items() if is_plain_value(value)]
         self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain) if plain else len
         self._values = self._get(attributes)
         containers = [n for n, value in attributes.items() if isinstance(value, CONTAINERS)]
@@ -213,10 +213,10 @@ def _kinds(holders: Iterable[dict]) -> tuple[list[type], list[torch.dtype]]:
     return list(map(type, weights)), [w.dtype for w in weights if w is not None]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain_value(value: Any) -> bool:
     if isinstance(value, PLAIN) or type(value) in (FunctionType, BuiltinFunctionType):
         return True
-    return type(value) is tuple and all(map(_is_plain, value))
+    return type(value) is tuple and all(map(is_plain_value, value))
 
 
 def _copied(value: Any) -> Any:
@@ -227,4 +227,4 @@ def _copied(value: Any) -> Any:
         value = list(value)
     else:
         return None
-    return [v for v in value if _is_plain(v)]
+    return [v for v in value if is_plain_value(v)]

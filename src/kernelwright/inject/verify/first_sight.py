@@ -63,7 +63,7 @@ class Checker(Findings):
         if record.excluded and id(module) in record.excluded:
             self._report_once(module, record, args, kwargs)
             return eager(module, *args, **kwargs)
-        key = self._key(module, args, kwargs)
+        key = self._key(module, fused, args, kwargs)
         verdict = record.verdicts.get(key)
         if verdict is None:
             return self._first_sight(module, record, key, fused, eager, args, kwargs)
@@ -71,8 +71,9 @@ class Checker(Findings):
             return run_fused(module, record, key, verdict.off, fused, args, kwargs)
         return run_eager(module, eager, args, kwargs)
 
-    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        key = work_ahead.shared_key(module)
+    def _key(self, module: nn.Module, fused: Any, args: Any, kwargs: Any) -> Any:
+        own = fused.patch.signature
+        key = work_ahead.shared_key(module) if own is None else own(args, kwargs)
         if key is None:
             key = signature(args, kwargs)
         outside = model_run.active.switches

@@ -1,0 +1,63 @@
+"""Which modules do the same with their weights: one recording serves all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...library_internals import HOOK_ATTRIBUTES
+from ..state.hooks import has_settings
+from ..state.module_state import COMMON, is_plain_value
+
+# numbers that tell layers apart and that only a key-value cache reads
+POSITION = frozenset(("layer_idx",))
+
+
+def structure_of(root: nn.Module, opaque: Collection[nn.Module] = ()) -> Any:
+    """A key that two modules share only if the code of their forwards reads the same values, apart
+    from weights. `opaque` layers are called, not read."""
+    inside = {id(m) for layer in opaque for m in layer.modules()}
+    found: list[tuple[Any, ...]] = []
+    for name, module in root.named_modules():
+        if id(module) in inside:
+            found.append((name, "opaque" if module in opaque else ""))
+            continue
+        own = [(key, _described(value)) for key, value in vars(module).items() if _counts(key)]
+        found.append((name, type(module), module.training, tuple(own), _weights(module)))
+    return tuple(found)
+
+
+def _counts(name: str) -> bool:
+    return name not in COMMON and name not in POSITION and name not in HOOK_ATTRIBUTES
+
+
+def _described(value: Any) -> Any:
+    """What has to be the same: values where they compare, else the very object."""
+    if isinstance(value, Tensor):
+        return "tensor", id(value)
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_described, value))
+    if isinstance(value, dict):
+        return dict, tuple((k, _described(v)) for k, v in value.items())
+    if is_plain_value(value):
+        return type(value), value
+    if has_settings(value) and not hasattr(value, "to_dict"):  # a processor, not a config
+        names = sorted(vars(value))
+        return type(value), tuple((n, _plain_or_id(vars(value)[n])) for n in names)
+    return id(value)
+
+
+def _plain_or_id(value: Any) -> Any:
+    return value if is_plain_value(value) else id(value)
+
+
+def _weights(module: nn.Module) -> tuple[Any, ...]:
+    held = (*module._parameters.items(), *module._buffers.items())
+    return tuple((name, layout(t)) for name, t in held)
+
+
+def layout(t: Tensor | None) -> Any:
+    """How a tensor lies in memory, without where."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)

@@ -1,0 +1,282 @@
+"""Modules run as programs of the fuser, recorded once for each structure and layout of inputs.
+
+A recording has weights as inputs, so it serves every module that does the same with its own. What a
+forward reads from Python is part of the module's state: a verdict on a module holds for one state,
+and what is bound here belongs to that verdict (`mode.cache_scope`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ...backends import Unsupported
+from ...backends.torch_internals import pytree
+from ...fuser import interpreter, launching, planning, recording
+from ...fuser.expression import Load, walk
+from ...fuser.index import CannotIndex
+from ...fuser.program import Program
+from ...fuser.recording import CannotRecord, Recording, opaque_layers
+from ...fuser.running import Executable, OtherShape
+from ...library_internals import peft_layers
+from ..identify.structure import layout, structure_of
+from ..runtime.forwards import hooked
+from ..runtime.input_key import has_state
+from ..runtime.sites import declined, eagerly, mode, site
+from ..state.hooks import effect_of, effect_of_class
+
+# recordings of one injection: a service that keeps getting new shapes must not grow without bound
+MAX_RECORDINGS = 512
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a recording depends on: how inputs lie in memory, and the value of all others."""
+    return tuple(map(_key_of, args)), tuple([(k, _key_of(v)) for k, v in kwargs.items()])
+
+
+def _key_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        start = 0 if value.is_meta else value.data_ptr() & 15
+        return type(value), value.shape, value.stride(), value.dtype, value.device, start
+    if isinstance(value, tuple | list):
+        return type(value), tuple([_key_of(v) for v in value])
+    if isinstance(value, dict):
+        return tuple([(k, _key_of(v)) for k, v in value.items()])
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    return type(value)
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A forward as programs, for all modules of one structure."""
+
+    recording: Recording
+    executable: Executable
+    programs: int
+    ops: int
+
+    @property
+    def does(self) -> str:
+        return f"{self.ops} ops in {self.programs} kernels"
+
+
+@dataclass(eq=False)
+class Bound:
+    """A recording with the places of one module's weights."""
+
+    recorded: Recorded
+    places: list[tuple[dict[str, Any], str]]
+    layouts: list[Any]
+    opaque: tuple[nn.Module, ...]
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        weights = [holder[name] for holder, name in self.places]
+        if list(map(layout, weights)) != self.layouts:
+            return NotImplemented
+        inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
+        try:
+            if not self.opaque:
+                outputs = self.recorded.executable(inputs)
+            else:
+                with opaque_layers(self.opaque):
+                    outputs = self.recorded.executable(inputs)
+        except OtherShape:
+            return NotImplemented
+        return self.recorded.recording.result(outputs)
+
+
+@dataclass(eq=False)
+class Programs:
+    """The recordings of one injection."""
+
+    _shared: dict[Any, Recorded | str] = field(default_factory=dict)
+    _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The result of a forward, or NotImplemented if the module's own has to run."""
+        if torch.is_grad_enabled():
+            return self._declined("autograd records it")
+        known = self._bound.setdefault(module, {})
+        key = mode.cache_scope, signature(args, kwargs)
+        found = known.get(key)
+        if found is None:
+            found, result = self._bind(module, key[1], args, kwargs)
+            if len(known) >= MAX_RECORDINGS:
+                known.clear()
+            known[key] = found
+            if result is not None:
+                if mode.uninformative is not None:
+                    mode.uninformative.add("forward as programs")  # to be compared next time
+                return result
+        if isinstance(found, str):
+            return self._declined(found)
+        return found(args, kwargs)
+
+    @staticmethod
+    def _declined(why: str) -> Any:
+        declined("forward as programs", why)
+        return NotImplemented
+
+    def _bind(
+        self, module: nn.Module, signed: Any, args: Any, kwargs: Any
+    ) -> tuple[Bound | str, Any]:
+        """A recording for this module. Layers with hooks must not run twice: if it has opaque ones,
+        the run that was recorded is this call, and its result is returned as well."""
+        opaque = opaque_in(module)
+        why = why_not(module, opaque)
+        if why is None and has_state(args, kwargs):
+            why = "an input that it may write to"
+        if why is not None:
+            return why, None
+        key = structure_of(module, opaque), signed, torch.is_inference_mode_enabled()
+        result = None
+        if (found := self._shared.get(key)) is None:
+            found, result = _recorded(module, args, kwargs, opaque)
+            private = isinstance(found, Recorded) and found.recording.constants
+            if not private:
+                if len(self._shared) >= MAX_RECORDINGS:
+                    self._shared.clear()
+                self._shared[key] = found
+        if isinstance(found, str):
+            return found, None
+        places = _places(module, found.recording.weights)
+        layouts = [layout(holder[name]) for holder, name in places]
+        return Bound(found, places, layouts, opaque), result if opaque else None
+
+
+def _recorded(
+    module: nn.Module, args: Any, kwargs: Any, opaque: tuple[nn.Module, ...]
+) -> tuple[Recorded | str, Any]:
+    try:
+        with eagerly():
+            made = recording.record(module, args, kwargs, opaque)
+        if why := _unknown_constant(module, made):
+            return why, None
+        on_gpu = any(t.is_cuda for t in made.given(args, kwargs))
+        plan = planning.plan(made, launching.why_not if on_gpu else None)
+    except (CannotRecord, CannotIndex) as no:
+        return str(no), None
+    runner = _Runner(type(module).__name__, on_gpu)
+    executable = Executable(plan, runner)
+    result, made.results = made.result(made.results), []
+    programs = sum(isinstance(step, Program) for step in plan.steps)
+    if not programs:
+        return "nothing in it that is not PyTorch's already", None
+    return Recorded(made, executable, programs, plan.ops), result
+
+
+class _Runner:
+    """Runs the programs of one recording, each as a site of its own."""
+
+    def __init__(self, kind: str, on_gpu: bool) -> None:
+        self.kind, self.on_gpu = kind, on_gpu
+        self.names: dict[int, str] = {}
+        self.kernels: dict[int, launching.Launched] = {}
+
+    def __call__(self, program: Program, given: Any, outputs: Any) -> None:
+        name = self.names.get(id(program))
+        if name is None:
+            name = self.names[id(program)] = f"program {len(self.names) + 1} of {self.kind}"
+        if mode.notes is None and not (mode.off and name in mode.off):
+            return self._kernel(program, given, outputs)
+        site(
+            name,
+            partial(self._eager, program, given, outputs),
+            partial(self._result, program, given, outputs),
+            *(given[source] for source in _summed(program)),
+        )
+        return None
+
+    def _result(self, program: Program, given: Any, outputs: Any) -> list[Tensor]:
+        try:
+            self._kernel(program, given, outputs)
+        except Unsupported as no:
+            raise ValueError(str(no)) from no
+        return list(outputs.values())
+
+    def _kernel(self, program: Program, given: Any, outputs: Any) -> None:
+        if not self.on_gpu:
+            return interpreter.run(program, given, outputs)
+        tensors = {**given, **outputs}
+        kernel = self.kernels.get(id(program))
+        if kernel is None:
+            device = next(iter(outputs.values())).device
+            kernel = self.kernels[id(program)] = launching.Launched(program, tensors, device)
+        return kernel(tensors)
+
+    @staticmethod
+    def _eager(program: Program, given: Any, outputs: Any) -> list[Tensor]:
+        """The program with PyTorch's ops. A comparison calls it beside the kernel, and then what it
+        returns is compared; otherwise what it writes is the result."""
+        into = outputs if not mode.eager else {n: t.clone() for n, t in outputs.items()}
+        interpreter.run(program, given, into)
+        return list(into.values())
+
+
+def _summed(program: Program) -> set[str]:
+    """What a program sums along rows: zeros there would prove nothing about the order. Other steps
+    are single ops whose bits do not depend on their neighbours."""
+    found = walk(*(row.x for row in program.rows))
+    return {e.source for e in found if isinstance(e, Load)}
+
+
+def opaque_in(root: nn.Module) -> tuple[nn.Module, ...]:
+    """Layers that are called, not read: adapters, and linear layers with a hook or a forward of
+    others."""
+    found: dict[int, nn.Module] = {id(m): m for m in peft_layers(root.modules()) if m is not root}
+    inside = {id(i) for m in found.values() for i in m.modules()}
+    for module in root.modules():
+        if module is root or id(module) in inside or not isinstance(module, nn.Linear):
+            continue
+        if hooked(module) or effect_of(module) is not None:
+            found[id(module)] = module
+    return tuple(found.values())
+
+
+def why_not(root: nn.Module, opaque: Sequence[nn.Module]) -> str | None:
+    """Why the forward of a module must not be replaced by a recording of it, or None."""
+    called = {id(m) for layer in opaque for m in layer.modules()}
+    for module in root.modules():
+        if id(module) in called:
+            continue
+        if module is not root and hooked(module):
+            return f"a hook or another forward on {type(module).__name__}"
+        if effect := effect_of(module) or effect_of_class(type(module)):
+            return effect
+    return None
+
+
+def _unknown_constant(root: nn.Module, made: Recording) -> str | None:
+    """Why a tensor that the forward reads may change unnoticed, or None."""
+    aten = torch.ops.aten
+    nodes = {n.name: n for n in made.graph.nodes}
+    held = {id(t) for m in root.modules() for v in vars(m).values() for t in _tensors(v)}
+    for name, tensor in made.constants.items():
+        # a number written in the forward becomes a tensor that nothing else holds
+        fresh = all(u.target is aten.lift_fresh_copy.default for u in nodes[name].users)
+        if not fresh and id(tensor) not in held:
+            return "a tensor that is neither given nor an attribute"
+    return None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _places(root: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
+    found = []
+    for name in names:
+        path, _, last = name.rpartition(".")
+        module = root.get_submodule(path)
+        holder = module._parameters if last in module._parameters else module._buffers
+        found.append((holder, last))
+    return found
