@@ -1,6 +1,7 @@
 """The promises of injection, as checks of a model and its inputs."""
 
 import copy
+import re
 import statistics
 
 import torch
@@ -113,6 +114,21 @@ def fused_sites(report):
     bits may differ on a CPU or not, see test_packing."""
     counted = {name: fates for name, fates in report.sites.items() if "one product" not in name}
     return {name: fates["fused"] for name, fates in counted.items() if "fused" in fates}
+
+
+PROGRAM = re.compile(r"program (\d+) of (\w+)")
+
+
+def programs_of(report):
+    """{"GemmaDecoderLayer": {1: 2, 2: 2}}: how often each program of a class of blocks ran, and
+    the fused sites that are no programs."""
+    programs, others = {}, {}
+    for name, count in fused_sites(report).items():
+        if (found := PROGRAM.fullmatch(name)) is None:
+            others[name] = count
+        else:
+            programs.setdefault(found[2], {})[int(found[1])] = count
+    return programs, others
 
 
 def agrees_with_eager(model, inputs):

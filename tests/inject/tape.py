@@ -20,13 +20,19 @@ from .stand_in import Again, tensors
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
 
+def _chooses(operation, args):
+    """Whether it indexes with a mask: how much that gives has to be known on the CPU."""
+    indexes = operation.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put)
+    return indexes and any(i is not None and i.dtype == torch.bool for i in args[1])
+
+
 class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.done = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation in WAITS:
+        if operation in WAITS or _chooses(operation, args):
             raise RuntimeError("operation not permitted when stream is capturing")
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import kernelwright as kw
-from inject.harness import check_exact, check_fused, fused_sites, run, same
+from inject.harness import check_exact, check_fused, fused_sites, programs_of, run, same
 from inject.language import LAYERS, model_of, words
 from kernelwright import models
 from kernelwright.inject.identify.source import fingerprint
+from kernelwright.inject.recipes._any_block import BLOCK
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DEEPSEEK = {
@@ -77,6 +78,8 @@ KIN = [
     ("Ernie4_5", {}, {**ROWS, "SwiGLU": LAYERS}),
     # two norms of MLA in each layer, a dense layer and the shared experts of the other
     ("DeepseekV3", DEEPSEEK, {"norm": 5, "residual + norm": 4, "SwiGLU": 2}),
+]
+DISTANT = [
     # their layers add differently, their norms and attention are the same
     ("Granite", {}, {"norm": 5, "RoPE": LAYERS, "SwiGLU": LAYERS}),
     ("Mixtral", {"num_local_experts": 4}, {"norm": 5, "RoPE": LAYERS}),
@@ -94,6 +97,19 @@ def test_kin_are_known_by_their_code(family, config, sites):
     assert fused_sites(report) == sites
 
 
+@pytest.mark.parametrize(("family", "config", "sites"), DISTANT, ids=[k[0] for k in DISTANT])
+def test_layers_without_a_recipe_run_as_programs(family, config, sites):
+    """The recipes of what is inside them apply where the layers themselves are left alone."""
+    model, layer = model_of(family, torch.bfloat16, **config), f"{family}DecoderLayer"
+    report = check_exact(model, words())
+    programs, others = programs_of(report)
+    assert set(programs) == {layer}
+    assert set(programs[layer].values()) == {LAYERS}
+    # the norm behind the last layer
+    assert others == ({"norm": 1} if "norm" in sites else {})
+    assert fused_sites(check_exact(model, words(), skip=layer)) == sites
+
+
 def reasons(report):
     return {
         line.kind.rpartition(".")[2]: line.left_alone for line in report.lines if line.left_alone
@@ -101,13 +117,15 @@ def reasons(report):
 
 
 def test_the_report_says_what_gemma_does_otherwise():
-    said = reasons(kw.inspect(model_of("Gemma")))
+    report = kw.inspect(model_of("Gemma"))
+    said = reasons(report)
     assert said["GemmaRMSNorm"] == "it multiplies by 1 + weight, not by weight"
-    assert said["GemmaDecoderLayer"].endswith("it multiplies by 1 + weight, not by weight")
     assert said["GemmaMLP"] == "its activation is GELUTanh, not SiLU"
+    assert report.count("GemmaDecoderLayer") == LAYERS  # as programs
 
 
-def test_code_that_was_changed_is_left_alone():
+def test_code_that_was_changed_is_recorded_as_it_is_now():
+    """No recipe fits it, and a recording of the changed code has its bits."""
     from transformers.models.llama import modeling_llama as llama
 
     class Louder(llama.LlamaDecoderLayer):
@@ -117,8 +135,34 @@ def test_code_that_was_changed_is_left_alone():
     model = model_of("Llama")
     model.model.layers[0].__class__ = Louder
     report = check_exact(model, words())
-    assert reasons(report)["Louder"] == "its forward is not one the recipe was written for"
+    (louder,) = (line for line in report.lines if line.kind.endswith("Louder"))
+    (usual,) = (line for line in report.lines if line.kind.endswith("LlamaDecoderLayer"))
+    assert louder.replaced_by == BLOCK.does != usual.replaced_by
     assert report.count("LlamaDecoderLayer") == LAYERS - 1
+    programs, others = programs_of(report)
+    assert set(programs) == {"Louder"}
+    assert others["SwiGLU"] == LAYERS - 1
+
+
+def test_changed_code_with_an_effect_is_left_alone():
+    from transformers.models.llama import modeling_llama as llama
+
+    calls = []
+
+    class Counting(llama.LlamaDecoderLayer):
+        def forward(self, hidden_states, **kwargs):
+            calls.append(hidden_states.shape)
+            return super().forward(hidden_states, **kwargs)
+
+    model = model_of("Llama")
+    model.model.layers[0].__class__ = Counting
+    expected = run(model, words())
+    calls.clear()
+    with kw.injected(model) as report:
+        for called in (1, 2, 3):
+            assert same(run(model, words()), expected)
+            assert len(calls) == called
+    assert programs_of(report)[0] == {}
 
 
 def turned_the_other_way(x):

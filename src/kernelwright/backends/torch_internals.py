@@ -7,7 +7,9 @@ that names it. tests/test_internals.py calls each of them and fails first.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def _named(path: str, instead: Callable[..., Any] | None = None) -> Any:
 
 # modes and transforms that have to see every operation of a call
 
-dispatch_modes: Callable[[], int] = _named("torch._C._len_torch_dispatch_stack")
+_dispatch_stack: Callable[[], int] = _named("torch._C._len_torch_dispatch_stack")
 function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
 in_functorch: Callable[[], bool] = _named("torch._C._are_functorch_transforms_active")
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
@@ -50,6 +52,44 @@ _jit_state: Callable[[], Any] = _named("torch._C._get_tracing_state")
 _function_mode_stack: Callable[[], list[Any]] = _named(
     "torch.overrides._get_current_function_mode_stack"
 )
+
+
+class _Own(threading.local):
+    modes = 0
+
+
+_own = _Own()
+
+
+def dispatch_modes() -> int:
+    """How many dispatch modes have to see every operation; our own do not count."""
+    return _dispatch_stack() - _own.modes
+
+
+@contextmanager
+def own_dispatch_mode() -> Iterator[None]:
+    """For the time of a dispatch mode of our own, which need not see our kernels."""
+    _own.modes += 1
+    try:
+        yield
+    finally:
+        _own.modes -= 1
+
+
+_only_lifts: Callable[[], bool] = _named("torch._C._only_lift_cpu_tensors")
+_lift_only: Callable[[bool], None] = _named("torch._C._set_only_lift_cpu_tensors")
+
+
+@contextmanager
+def lifting_cpu_tensors() -> Iterator[None]:
+    """Make torch.tensor(..., device="cuda") copy from the host in an operation of its own, which a
+    dispatch mode sees."""
+    before = _only_lifts()
+    _lift_only(True)
+    try:
+        yield
+    finally:
+        _lift_only(before)
 
 
 def only_default_devices() -> bool:

@@ -1,4 +1,5 @@
-"""CUDA C++ of a program with PyTorch's bits: each step rounded to its dtype, sums in ATen's order.
+"""CUDA C++ of a program. For PyTorch's bits each step is rounded to its dtype, and sums are made in
+ATen's order; otherwise values stay in float32 until they are stored.
 
 One row is shared by the threads of a `Spread`; a thread holds vectors of V neighbours. Everything
 along a row is known when the kernel is compiled; the number of rows and the strides between them
@@ -57,20 +58,22 @@ class Kernel:
     # for each pointer a stride for each of these variables
     strides: list[list[int]]
     alignment: int  # of every address, in elements of its dtype
+    extra: list[int] = field(default_factory=list)  # numbers after the others
 
 
 ENTRY = "kernelwright_program"
 
 
-def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel:
-    """The kernel of a program whose tensors lie so."""
-    return _Emitter(program, tensors).made()
+def kernel(program: Program, tensors: Mapping[str, Tensor], exact: bool = True) -> Kernel:
+    """The kernel of a program whose tensors lie so; unless `exact` it rounds at its stores only."""
+    return _Emitter(program, tensors, exact).made()
 
 
 @dataclass
 class _Emitter:
     program: Program
     tensors: Mapping[str, Tensor]
+    exact: bool
 
     def __post_init__(self) -> None:
         self.tensors = {name: t.as_real() for name, t in self.tensors.items()}
@@ -328,14 +331,14 @@ class _Emitter:
             of = self.names[e.of]
             given = [self._lanes(e.x, level)]
             given += [self._lanes(s, level) if s is not None else [""] * self.V for s in e.scales]
-            lines = [normed(of, e, [g[i] for g in given]) for i in range(self.V)]
+            lines = [normed(of, e, [g[i] for g in given], self.exact) for i in range(self.V)]
         else:
             args = [
                 self._lanes(a, level) if isinstance(a, Lowered) else [number(a)] * self.V
                 for a in e.args
             ]
             types = [a.dtype if isinstance(a, Lowered) else None for a in e.args]
-            make = step_maker(e, types)
+            make = step_maker(e, types, self.exact)
             lines = [make([a[i] for a in args]) for i in range(self.V)]
         if not self._depends(e):
             return [self._named(self.scalars, lines[0])] * self.V

@@ -32,10 +32,9 @@ def number(value: Any) -> str:
     return float_literal(float(value)) if isinstance(value, int | float) else ""
 
 
-def normed(of: str, e: Normed, given: list[str]) -> str:
+def normed(of: str, e: Normed, given: list[str], exact: bool) -> str:
     x, weight, bias = (*given, "", "")[:3]
-    kind = type_name(e.dtype)
-    rounding = f"Each<{kind}>"
+    rounding = f"Each<{type_name(e.dtype)}>" if exact else "Once"
     return (
         f"{of}.template apply<{rounding}>({x}, {_flag(weight)}, {weight or '1.f'}, "
         f"{_flag(bias)}, {bias or '0.f'})"
@@ -119,8 +118,8 @@ TRUTH = frozenset(
 GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
 
 
-def step_maker(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]], str]:
-    """What makes one lane of a step, rounded to its dtype."""
+def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
+    """What makes one lane of a step, rounded to its dtype if `exact`."""
     packet = getattr(e.op, "overloadpacket", e.op)
     kwargs = dict(e.kwargs)
     if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
@@ -138,16 +137,16 @@ def step_maker(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]]
         raise Unsupported(f"{e.op} with a rounding of its own")
     if packet is aten.gelu:
         name = GELU[kwargs.get("approximate", "none")]
-        return lambda a: _rounded(f"{name}({a[0]})", e.dtype)
+        return lambda a: _rounded(f"{name}({a[0]})", e.dtype, exact)
     make = STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")
-    return lambda a: _rounded(make(*a), e.dtype)
+    return lambda a: _rounded(make(*a), e.dtype, exact)
 
 
-def _rounded(text: str, dtype: torch.dtype) -> str:
+def _rounded(text: str, dtype: torch.dtype, exact: bool) -> str:
     if dtype == torch.bool:
         return f"({text} != 0.f ? 1.f : 0.f)"
-    if dtype == torch.float32:
+    if dtype == torch.float32 or not exact:
         return text
     return f"rounded<{type_name(dtype)}>({text})"

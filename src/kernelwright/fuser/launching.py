@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 
 from .. import backends
-from ..backends import Unsupported
-from ..backends.cuda import CudaLaunch
-from . import cuda_source
+from ..backends import Target, Unsupported
+from ..backends.cuda import CudaLaunch, compile_cubin
+from . import cuda_source, cuda_transpose
 from .cuda_source import ENTRY, Kernel
 from .program import Program
 from .row_layout import ACCESS
@@ -35,6 +36,13 @@ class ProgramLaunch(CudaLaunch):
         return self.text
 
 
+def kernel_of(
+    program: Program, layout: Mapping[str, cuda_source.Tensor], exact: bool = True
+) -> Kernel:
+    """The kernel of a program whose tensors lie so."""
+    return cuda_transpose.kernel(program, layout) or cuda_source.kernel(program, layout, exact)
+
+
 def launch_of(kernel: Kernel) -> ProgramLaunch:
     rows = prod(kernel.extents)
     if rows > MAX_ROWS:
@@ -48,34 +56,61 @@ def launch_of(kernel: Kernel) -> ProgramLaunch:
         grid=-(-rows // kernel.rows_per_block),
         block=kernel.block,
         pointers=tuple(f"{name} {i}" for i, (name, _) in enumerate(kernel.pointers)),
-        layout=f"{sum(map(len, padded))}q{len(extents)}II",
-        scalars=(*(s for stride in padded for s in stride), *extents, rows),
+        layout=f"{sum(map(len, padded))}q{len(extents) + 1 + len(kernel.extra)}I",
+        scalars=(*(s for stride in padded for s in stride), *extents, rows, *kernel.extra),
         text=kernel.code,
     )
 
 
-def why_not(program: Program, values: Mapping[str, Any]) -> str | None:
-    """Why there is no kernel of a program, or None; `values` are what a graph was recorded with."""
-    layout = {n: cuda_source.Tensor(values[n].stride(), values[n].dtype) for n in program.loads}
-    layout |= {s.target: cuda_source.Tensor(s.strides, s.dtype) for s in program.stores}
-    try:
-        launch_of(cuda_source.kernel(program, layout))
-    except Unsupported as no:
-        return str(no)
-    return None
+class Kernels:
+    """The kernels of a plan's programs, compiled side by side."""
+
+    def __init__(self, exact: bool = True) -> None:
+        self.exact = exact
+        self._known: dict[Program, Kernel] = {}
+
+    def why_not(self, program: Program, values: Mapping[str, Any]) -> str | None:
+        """Why there is no kernel of a program, or None; `values` are what was recorded."""
+        try:
+            launch_of(self._kernel(program, _layout([program], values)))
+        except Unsupported as no:
+            return str(no)
+        return None
+
+    def launched(
+        self, programs: Sequence[Program], values: Mapping[str, Any], device: torch.device
+    ) -> dict[int, Launched]:
+        """The programs on a GPU, by their ids."""
+        layout = _layout(programs, values)
+        kernels = [self._kernel(program, layout) for program in programs]
+        arch = Target.of(device).arch
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda code: compile_cubin(code, arch), {k.code for k in kernels}))
+        sizes = {name: t.dtype.itemsize for name, t in layout.items()}
+        pairs = zip(programs, kernels, strict=True)
+        return {id(p): Launched(kernel, sizes, device) for p, kernel in pairs}
+
+    def _kernel(self, program: Program, layout: Mapping[str, cuda_source.Tensor]) -> Kernel:
+        if program not in self._known:
+            self._known[program] = kernel_of(program, layout, self.exact)
+        return self._known[program]
+
+
+def _layout(
+    programs: Sequence[Program], values: Mapping[str, Any]
+) -> dict[str, cuda_source.Tensor]:
+    """How the tensors lie that programs load and store."""
+    found = {s.target: cuda_source.Tensor(s.strides, s.dtype) for p in programs for s in p.stores}
+    for name in (name for program in programs for name in program.loads if name not in found):
+        found[name] = cuda_source.Tensor(values[name].stride(), values[name].dtype)
+    return {name: t.as_real() for name, t in found.items()}
 
 
 class Launched:
     """One program on one GPU, for tensors of one layout."""
 
-    def __init__(
-        self, program: Program, tensors: Mapping[str, torch.Tensor], device: torch.device
-    ) -> None:
-        layout = {n: cuda_source.Tensor(t.stride(), t.dtype) for n, t in tensors.items()}
-        kernel = cuda_source.kernel(program, layout)
+    def __init__(self, kernel: Kernel, sizes: Mapping[str, int], device: torch.device) -> None:
         launch = launch_of(kernel)
-        # a kernel sees a complex tensor as one of pairs
-        sizes = {n: t.element_size() // (1 + t.is_complex()) for n, t in tensors.items()}
         # (name, bytes to add to its address, what the sum has to be a multiple of)
         self.places = [
             (name, offset * sizes[name], min(ACCESS, kernel.alignment * sizes[name]))

@@ -19,6 +19,7 @@ from torch import fx
 
 from .building import REDUCTIONS, Builder
 from .index import Affine, CannotIndex, Cut, Space, Split
+from .layouts import in_rows
 from .node_kinds import NodeKinds
 from .program import Program, Store
 from .recording import RMS_NORM, Recording
@@ -40,6 +41,7 @@ class Plan:
     ops: int  # how many ops of the graph are inside programs
     left: dict[str, int] = field(default_factory=dict)  # ops that stay PyTorch's, and how often
     refused: list[str] = field(default_factory=list)  # why some of these have no program
+    values: dict[str, Any] = field(default_factory=dict)  # what each node gave when recorded
 
 
 # why a program cannot be run, or None if it can: (program, value of each node by name)
@@ -63,7 +65,8 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
             for node in planner.computed_in(program)
         }
         if not refused:
-            found.refused = sorted(set(left.values()))
+            found.refused, found.values = sorted(set(left.values())), values
+            found.steps = in_rows(found.steps, values, planner.kept)
             return found
         left |= refused
 
@@ -74,12 +77,14 @@ class _Planner:
         self.graph, self.constants = graph, recording.constants
         self.kinds = NodeKinds(graph, left)
         self.stage = self._stages()
+        # what PyTorch's ops and the caller read
         self.stored: set[fx.Node] = {
             self.kinds.base[i]
             for n in (*self.kinds.leaves, *graph.find_nodes(op="output"))
             for i in n.all_input_nodes
             if self.kinds.base[i] in self.kinds.computed
         }
+        self.kept = {n.name for n in self.stored}
 
     def _stages(self) -> dict[fx.Node, int]:
         leaves = set(self.kinds.leaves)

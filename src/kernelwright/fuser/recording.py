@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
@@ -158,6 +159,20 @@ class _Whole(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class _InputsStay(TorchDispatchMode):
+    """Raises before an op writes to one of these tensors. What a functional forward has written is
+    copied to its inputs in the end, and the module's own forward would then write once more."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.inputs = {id(t) for t in inputs}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op._schema.is_mutable and args and id(args[0]) in self.inputs:
+            raise CannotRecord("it writes to its inputs")
+        return op(*args, **(kwargs or {}))
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return LINEAR(input, weight, bias)
 
@@ -242,7 +257,8 @@ def record(
     functional = torch.func.functionalize(run, remove="mutations")
 
     def kept(*tensors: Tensor) -> Any:
-        results[:] = functional(*tensors)
+        with _InputsStay(tensors):
+            results[:] = functional(*tensors)
         return list(results)
 
     if any_autocast():
@@ -268,18 +284,8 @@ def record(
             constants[node.name] = getattr(made, node.target)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotRecord(f"random numbers ({node.target})")
-        if _writes_to_input(node):
-            raise CannotRecord("it writes to its inputs")
     graph.eliminate_dead_code()
     return Recording(graph, tuple(weights), positions, returned[0], constants, results)
-
-
-def _writes_to_input(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or not node.args:
-        return False
-    first = node.args[0]
-    return isinstance(first, fx.Node) and first.op == "placeholder"
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

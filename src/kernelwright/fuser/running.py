@@ -32,6 +32,8 @@ from .recording import (
 # writes what a program stores: (program, what it loads by name, what it stores by name)
 Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 Values = list[Any]
+# what computes a linear layer with the weight of this name: (name) -> (x, weight, bias) -> y
+Products = Callable[[str], Callable[[Tensor, Tensor, Tensor | None], Tensor]]
 # straight to the function, not through the dispatcher
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
@@ -48,8 +50,10 @@ class OtherShape(Exception):
 class Executable:
     """A plan, ready to be run with tensors of the shapes and strides it was recorded with."""
 
-    def __init__(self, plan: Plan, programs: Runner = interpreter.run) -> None:
-        self._plan, self._programs = plan, programs
+    def __init__(
+        self, plan: Plan, programs: Runner = interpreter.run, products: Products | None = None
+    ) -> None:
+        self._plan, self._programs, self._products = plan, programs, products
         self._place: dict[str, int] = {}
         inputs = plan.graph.find_nodes(op="placeholder")
         self._start: Values = [None] * len(inputs)
@@ -106,7 +110,7 @@ class Executable:
             base = self._base(value)
             place = self._place[base.name]
             if base is value:
-                return lambda values: values[place]
+                return _value(place)
             return _view(place, value, base)
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
             readers, kind = [self._reader(v) for v in value], type(value)
@@ -122,6 +126,8 @@ class Executable:
 
     def _leaf(self, node: fx.Node) -> tuple[Callable[[Values], None], set[int]]:
         function = PLAIN.get(node.target, node.target)
+        if node.target is LINEAR and self._products is not None:
+            function = self._products(node.args[1].name)
         args = [self._reader(a) for a in node.args]
         kwargs = {k: self._reader(v) for k, v in node.kwargs.items()}
         used = self._places((node.args, node.kwargs))
@@ -137,8 +143,13 @@ class Executable:
 
     def _program(self, program: Program) -> tuple[Callable[[Values], None], set[int]]:
         nodes = {n.name: n for n in self._plan.graph.nodes}
-        loads = {name: self._reader(nodes[name]) for name in program.loads}
-        used = self._places([nodes[name] for name in program.loads])
+        # a copy in another layout is no node of the graph
+        loads = {
+            name: self._reader(nodes[name]) if name in nodes else _value(self._place[name])
+            for name in program.loads
+        }
+        used = self._places([nodes[name] for name in program.loads if name in nodes])
+        used |= {self._place[name] for name in program.loads if name not in nodes}
         fresh = [s for s in program.stores if s.target not in self._place]
         places = {s.target: self._new(s.target) for s in program.stores}
         runs, first = self._programs, next(iter(nodes.values())).meta["val"].device
@@ -172,6 +183,10 @@ def _view(place: int, node: fx.Node, base: fx.Node) -> Callable[[Values], Tensor
         return whole.as_strided(size, strides, whole.storage_offset() + offset)
 
     return view
+
+
+def _value(place: int) -> Callable[[Values], Any]:
+    return lambda values: values[place]
 
 
 def _shaped(step: Callable[[Values], None], place: int, shape: Any) -> Callable[[Values], None]:

@@ -40,7 +40,7 @@ class BaseFusions:
     masks: PerForwardCache = field(default_factory=PerForwardCache)
     modulations: PerForwardCache = field(default_factory=PerForwardCache)
     same_bits: SameBits = field(default_factory=SameBits)
-    programs: Programs = field(default_factory=Programs)
+    programs: Programs = field(init=False)
     # the norm that each module is, until a module around it changes
     _norm_of_module: WeakKeyDictionary[nn.Module, Norm | str] = field(
         default_factory=WeakKeyDictionary
@@ -48,6 +48,7 @@ class BaseFusions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", Prompts(self.samples))
+        object.__setattr__(self, "programs", Programs(self.exact, self.fp8_layers))
 
     def __deepcopy__(self, memo: Any) -> BaseFusions:
         return self

@@ -22,6 +22,7 @@ from ..state.tensor_samples import (
     unchanged,
 )
 from .buffers import InputBuffer, Refusal, Results
+from .host_reads import HostReads
 from .mask_decisions import Decisions
 from .prompt_graph import PromptGraph
 from .recorder import Recorder
@@ -87,6 +88,7 @@ class Captured:
         inputs: Sequence[Tensor],
         arguments: Callable[[Sequence[Tensor]], tuple[tuple, dict[str, Any]]],
         weights: Sequence[Tensor],
+        reads_on_host: bool = False,
     ) -> None:
         self._recorder = recorder
         self._stream = recorder.stream()
@@ -97,12 +99,18 @@ class Captured:
         device = memory[0].device
         prompt_graph = self._prompt_graph = PromptGraph(memory)
         decisions = self._decisions = Decisions()
+        reads = self._reads = HostReads(device.type) if reads_on_host else None
         for buffer, given in zip(self._buffers, inputs, strict=True):
             buffer.fill(given)
 
         def run() -> Any:
             with prompt_graph.running(), decisions.running(), recording():
-                return forward(*args, **kwargs)
+                if reads is None:
+                    return forward(*args, **kwargs)
+                with reads.running():
+                    result = forward(*args, **kwargs)
+                reads.finish()
+                return result
 
         def recompute() -> None:
             with recording():
@@ -114,6 +122,10 @@ class Captured:
         if states_of(devices) != before:  # unlike the warm-up call
             raise Refusal(DRAWS)
         prompt_graph.collecting = decisions.collecting = False
+        if reads is not None:
+            reads.collecting = False
+            if not reads.kept:
+                raise Refusal("nothing that it reads on the host explains it")
         versions = [t._version for t in memory]
         self._replay_prompt_graph: Callable[[], None] | None = None
         with _keeping() as (self._kept, self._dependencies), _autocast_without_cache(device):
@@ -133,6 +145,8 @@ class Captured:
             self._compare, self._compared = recorder.record(
                 lambda: compare(sample_views(sources), self._sampled), device
             )
+        if reads is not None:
+            self._dependencies += [t for t in reads.sources if not t.is_inference()]
         self._results = Results(result, memory, weights)
         self._versions = self._versions_now()
 
@@ -141,9 +155,11 @@ class Captured:
         return self._versions_now() == self._versions
 
     def check_decisions(self) -> None:
-        """Refuse the last replay if its inputs need other mask decisions. This waits for the GPU,
-        as a plain forward does, but only if there are decisions that depend on values."""
+        """Refuse the last replay if its inputs need other mask decisions, or other values on the
+        host. This waits for the GPU, as a plain forward does, but only if it reads any."""
         self._decisions.check()
+        if self._reads is not None:
+            self._reads.check()
 
     def check(self, inputs: Sequence[Tensor]) -> PendingCheck:
         """Start to compare sampled values with those at capture, for a replay with these inputs.

@@ -213,14 +213,19 @@ class Graphs:
         while len(known.graphs) >= self.limit:
             known.graphs.popitem(last=False)
         args, kwargs = call.with_tensors(call.tensors)
-        try:
-            graph = Captured(
+
+        def captured(reads_on_host: bool) -> Captured:
+            return Captured(
                 self._recorder,
                 lambda *args, **kwargs: forward(model, *args, **kwargs),
                 call.tensors,
                 call.with_tensors,
                 known.assumptions.weights(),
+                reads_on_host,
             )
+
+        try:
+            graph = _twice(captured)
             result = graph(call.tensors)
             # some code takes another path while its stream is being captured
             if not equal(result, forward(model, *args, **kwargs)):
@@ -234,6 +239,20 @@ class Graphs:
             raise Refusal(reason) from None
         known.graphs[call.key] = graph
         return result
+
+
+def _twice(captured: Callable[[bool], Captured]) -> Captured:
+    """A plain capture, or if that fails one that repeats what the forward reads on the host."""
+    try:
+        return captured(False)
+    except (Refusal, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = error.with_traceback(None)
+    try:
+        return captured(True)
+    except Exception as second:
+        raise first from second
 
 
 class _Model:

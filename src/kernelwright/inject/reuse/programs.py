@@ -7,7 +7,8 @@ and what is bound here belongs to that verdict (`mode.cache_scope`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 
 from ...backends import Unsupported
 from ...backends.torch_internals import pytree
-from ...fuser import interpreter, launching, planning, recording
+from ...fuser import interpreter, planning, recording
 from ...fuser.expression import Load, walk
 from ...fuser.index import CannotIndex
+from ...fuser.launching import Kernels, Launched
 from ...fuser.program import Program
 from ...fuser.recording import CannotRecord, Recording, opaque_layers
 from ...fuser.running import Executable, OtherShape
 from ...library_internals import peft_layers
+from ...ops.linear import algorithms
 from ..identify.structure import layout, structure_of
 from ..runtime.forwards import hooked
 from ..runtime.input_key import has_state
@@ -75,12 +78,14 @@ class Bound:
     places: list[tuple[dict[str, Any], str]]
     layouts: list[Any]
     opaque: tuple[nn.Module, ...]
+    layers: dict[str, nn.Module]  # the layer of each weight that is a matrix
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         weights = [holder[name] for holder, name in self.places]
         if list(map(layout, weights)) != self.layouts:
             return NotImplemented
         inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
+        before, _running.layers = _running.layers, self.layers
         try:
             if not self.opaque:
                 outputs = self.recorded.executable(inputs)
@@ -89,13 +94,26 @@ class Bound:
                     outputs = self.recorded.executable(inputs)
         except OtherShape:
             return NotImplemented
+        finally:
+            _running.layers = before
         return self.recorded.recording.result(outputs)
+
+
+class _Running(threading.local):
+    """The module whose programs run in this thread."""
+
+    layers: Mapping[str, nn.Module] = {}
+
+
+_running = _Running()
 
 
 @dataclass(eq=False)
 class Programs:
     """The recordings of one injection."""
 
+    exact: bool = True
+    fp8_layers: Any = None
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
         default_factory=WeakKeyDictionary
@@ -140,7 +158,7 @@ class Programs:
         key = structure_of(module, opaque), signed, torch.is_inference_mode_enabled()
         result = None
         if (found := self._shared.get(key)) is None:
-            found, result = _recorded(module, args, kwargs, opaque)
+            found, result = self._recorded(module, args, kwargs, opaque)
             private = isinstance(found, Recorded) and found.recording.constants
             if not private:
                 if len(self._shared) >= MAX_RECORDINGS:
@@ -150,46 +168,70 @@ class Programs:
             return found, None
         places = _places(module, found.recording.weights)
         layouts = [layout(holder[name]) for holder, name in places]
-        return Bound(found, places, layouts, opaque), result if opaque else None
+        layers = _layers(module, found.recording)
+        return Bound(found, places, layouts, opaque, layers), result if opaque else None
+
+    def _recorded(
+        self, module: nn.Module, args: Any, kwargs: Any, opaque: tuple[nn.Module, ...]
+    ) -> tuple[Recorded | str, Any]:
+        try:
+            with eagerly():
+                made = recording.record(module, args, kwargs, opaque)
+            if why := _unknown_constant(module, made):
+                return why, None
+            device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
+            kernels = Kernels(self.exact)
+            plan = planning.plan(made, None if device is None else kernels.why_not)
+        except (CannotRecord, CannotIndex) as no:
+            return str(no), None
+        programs = [step for step in plan.steps if isinstance(step, Program)]
+        if not programs:
+            return "nothing in it that is not PyTorch's already", None
+        launched = {} if device is None else kernels.launched(programs, plan.values, device)
+        runner = _Runner(type(module).__name__, programs, launched)
+        executable = Executable(plan, runner, None if device is None else self._product)
+        result, made.results = made.result(made.results), []
+        return Recorded(made, executable, len(programs), plan.ops), result
+
+    def _product(self, weight: str) -> Callable[..., Tensor]:
+        """A linear layer: in fp8 if its layer is, else by the fastest algorithm."""
+        if self.fp8_layers is None:
+            return algorithms.linear
+
+        def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            layer = _running.layers.get(weight)
+            y = None if layer is None else self.fp8_layers(layer, x)
+            return algorithms.linear(x, w, bias) if y is None else y
+
+        return product
 
 
-def _recorded(
-    module: nn.Module, args: Any, kwargs: Any, opaque: tuple[nn.Module, ...]
-) -> tuple[Recorded | str, Any]:
-    try:
-        with eagerly():
-            made = recording.record(module, args, kwargs, opaque)
-        if why := _unknown_constant(module, made):
-            return why, None
-        on_gpu = any(t.is_cuda for t in made.given(args, kwargs))
-        plan = planning.plan(made, launching.why_not if on_gpu else None)
-    except (CannotRecord, CannotIndex) as no:
-        return str(no), None
-    runner = _Runner(type(module).__name__, on_gpu)
-    executable = Executable(plan, runner)
-    result, made.results = made.result(made.results), []
-    programs = sum(isinstance(step, Program) for step in plan.steps)
-    if not programs:
-        return "nothing in it that is not PyTorch's already", None
-    return Recorded(made, executable, programs, plan.ops), result
+def _layers(root: nn.Module, made: Recording) -> dict[str, nn.Module]:
+    """The linear layers of a module by the names that their weights have in its graph."""
+    inputs = [n.name for n in made.graph.find_nodes(op="placeholder")]
+    found: dict[str, nn.Module] = {}
+    for node, name in zip(inputs, made.weights, strict=False):
+        path, _, last = name.rpartition(".")
+        layer = root.get_submodule(path)
+        if last == "weight" and type(layer) is nn.Linear:
+            found[node] = layer
+    return found
 
 
 class _Runner:
     """Runs the programs of one recording, each as a site of its own."""
 
-    def __init__(self, kind: str, on_gpu: bool) -> None:
-        self.kind, self.on_gpu = kind, on_gpu
-        self.names: dict[int, str] = {}
-        self.kernels: dict[int, launching.Launched] = {}
+    def __init__(
+        self, kind: str, programs: Sequence[Program], launched: Mapping[int, Launched]
+    ) -> None:
+        self.names = {id(p): f"program {i + 1} of {kind}" for i, p in enumerate(programs)}
+        self.launched = launched
 
     def __call__(self, program: Program, given: Any, outputs: Any) -> None:
-        name = self.names.get(id(program))
-        if name is None:
-            name = self.names[id(program)] = f"program {len(self.names) + 1} of {self.kind}"
-        if mode.notes is None and not (mode.off and name in mode.off):
+        if mode.notes is None and not mode.off:
             return self._kernel(program, given, outputs)
         site(
-            name,
+            self.names[id(program)],
             partial(self._eager, program, given, outputs),
             partial(self._result, program, given, outputs),
             *(given[source] for source in _summed(program)),
@@ -204,14 +246,9 @@ class _Runner:
         return list(outputs.values())
 
     def _kernel(self, program: Program, given: Any, outputs: Any) -> None:
-        if not self.on_gpu:
+        if not self.launched:
             return interpreter.run(program, given, outputs)
-        tensors = {**given, **outputs}
-        kernel = self.kernels.get(id(program))
-        if kernel is None:
-            device = next(iter(outputs.values())).device
-            kernel = self.kernels[id(program)] = launching.Launched(program, tensors, device)
-        return kernel(tensors)
+        return self.launched[id(program)]({**given, **outputs})
 
     @staticmethod
     def _eager(program: Program, given: Any, outputs: Any) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Whether the forward of a class does more than compute its result, as far as its bytecode shows.
 
 Libraries' modules are known to be pure. Code of others is looked at: its forward, the methods and
-functions of its own package that it calls. Setting an attribute or a global, or calling a method
-that changes a container, is an effect.
+functions of its own package that it calls. Setting an attribute, a global or an item of either, or
+calling a method that changes a container or an attribute in place, is an effect.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 # instructions that change something outside of a call
 STORES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))
+ITEMS = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))
 LOADS = frozenset(("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"))
 # methods that change the object they are called on, and functions that write somewhere
 CHANGES = frozenset(
     (
         *("append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault"),
-        *("put", "write", "print", "save", "setattr", "delattr", "register_buffer"),
+        *("appendleft", "popitem", "discard", "put", "put_nowait", "send"),
+        *("write", "writelines", "print", "save", "setattr", "delattr", "register_buffer"),
+        *("debug", "info", "warning", "warn", "error", "exception"),
     )
 )
 
@@ -34,21 +37,52 @@ def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
         if not isinstance(function, FunctionType) or function in seen or known(function):
             continue
         seen.add(function)
-        for step, code in _steps(function.__code__):
-            name = step.argval if isinstance(step.argval, str) else ""
-            if step.opname in STORES:
-                return f"{code.co_name} of {kind.__name__} sets {name}"
-            if step.opname not in LOADS:
-                continue
-            if name in CHANGES:
-                return f"{code.co_name} of {kind.__name__} calls {name}"
-            pending += [getattr(kind, name, None), function.__globals__.get(name)]
+        for code, steps in _codes(function.__code__):
+            for i, step in enumerate(steps):
+                name = step.argval if isinstance(step.argval, str) else ""
+                outer = step.opname == "STORE_DEREF" and name in function.__code__.co_freevars
+                if step.opname in STORES or outer:
+                    return f"{code.co_name} of {kind.__name__} sets {name}"
+                if step.opname in ITEMS and (name := _outside(code, steps[:i])):
+                    return f"{code.co_name} of {kind.__name__} sets an item of {name}"
+                if step.opname not in LOADS:
+                    continue
+                if name in CHANGES or _writes_to_attribute(steps[:i], name):
+                    return f"{code.co_name} of {kind.__name__} calls {name}"
+                pending += [getattr(kind, name, None), function.__globals__.get(name)]
     return None
 
 
-def _steps(code: CodeType) -> Iterator[tuple[dis.Instruction, CodeType]]:
-    for step in dis.get_instructions(code):
-        yield step, code
+def _codes(code: CodeType) -> Iterator[tuple[CodeType, list[dis.Instruction]]]:
+    """A function's code and that of the functions in it."""
+    yield code, list(dis.get_instructions(code))
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _steps(inner)
+            yield from _codes(inner)
+
+
+def _writes_to_attribute(before: list[dis.Instruction], name: str) -> bool:
+    """Whether this is the name of a method in place (`add_`), of an attribute or a global."""
+    in_place = name.endswith("_") and not name.startswith("_")
+    return in_place and bool(before) and before[-1].opname in ("LOAD_ATTR", "LOAD_GLOBAL")
+
+
+def _outside(code: CodeType, before: list[dis.Instruction]) -> str:
+    """The name of the container of which an item is set, if it is not one that the function itself
+    has made; `before` are the instructions up to that."""
+    missing, made = 1, before[-1]  # the key lies on top of the container
+    while before and missing > 0:
+        made = before.pop()
+        missing -= dis.stack_effect(made.opcode, made.arg, jump=False)
+    if missing < 0:  # one instruction loads both
+        kind, name = "LOAD_FAST", made.argval[0]
+    elif not before or not isinstance(before[-1].argval, str):
+        return ""
+    else:
+        kind, name = before[-1].opname, before[-1].argval
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if kind.startswith("LOAD_FAST"):
+        return name if name in arguments else ""
+    if kind == "LOAD_DEREF":
+        return name if name in code.co_freevars else ""
+    return name if kind.startswith("LOAD_") else ""

@@ -1,0 +1,181 @@
+"""Tensors that lie across the rows of a program: copied into rows, and back.
+
+A convolution leaves its channels apart: a token's elements are then as far from each other as there
+are tokens, and eager's additions keep that layout through all blocks. A program whose threads walk
+along such a row would touch a sector of memory for each element. So it reads a copy that lies in
+rows, and what it writes is copied back, each by one kernel that moves tiles. Nothing is copied back
+that only programs read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..backends import Unsupported
+from .expression import Choice, Expression, Load, Step, walk
+from .index import Affine
+from .lowering import Shape
+from .program import Program, Store
+
+# rows and elements along them from which on a copy is worth its launch
+LONG = 32
+# the name of the copy of a tensor that lies in rows
+IN_ROWS = "_in_rows"
+
+
+def in_rows(
+    steps: list[fx.Node | Program], values: Mapping[str, Any], kept: Collection[str]
+) -> list[fx.Node | Program]:
+    """The steps of a plan, with copies of tensors that lie across rows. `values` has each node's
+    result as recorded; those in `kept` are read by others than programs."""
+    return _Layouts(values, kept).changed(steps)
+
+
+class _Layouts:
+    def __init__(self, values: Mapping[str, Any], kept: Collection[str]) -> None:
+        self.values, self.kept = values, kept
+        # strides of the copies of tensors that also, or only, lie in rows
+        self.copied: dict[str, tuple[int, ...]] = {}
+
+    def changed(self, steps: list[fx.Node | Program]) -> list[fx.Node | Program]:
+        found: list[fx.Node | Program] = []
+        parts: dict[str, int] = {}  # how many programs write a part of a tensor
+        for step in steps:
+            for s in step.stores if isinstance(step, Program) else ():
+                parts[s.target] = parts.get(s.target, 0) + 1
+        for step in steps:
+            if isinstance(step, fx.Node):
+                found.append(step)
+                continue
+            step = _turned(step, self.values)
+            across = _across(step, self.values)
+            for name in step.loads:
+                if name in across and name not in self.copied:
+                    self.copied[name] = across[name]
+                    found.append(self._copy(name, name + IN_ROWS, across[name]))
+            stored = [s.target for s in step.stores if s.target in across and parts[s.target] == 1]
+            self.copied |= {name: across[name] for name in stored}
+            found.append(self._renamed(step))
+            for name in stored:
+                if name in self.kept:
+                    strides = self.values[name].stride()
+                    found.append(self._copy(name + IN_ROWS, name, strides))
+        return found
+
+    def _renamed(self, program: Program) -> Program:
+        """A program that reads and writes the copies."""
+
+        @cache
+        def moved(e: Any) -> Any:
+            if isinstance(e, Load):
+                return replace(e, source=e.source + IN_ROWS) if e.source in self.copied else e
+            if isinstance(e, Step):
+                args = tuple(moved(a) if isinstance(a, Expression) else a for a in e.args)
+                return replace(e, args=args)
+            if isinstance(e, Choice):
+                return replace(e, pieces=tuple(map(moved, e.pieces)))
+            scales = tuple(None if s is None else moved(s) for s in e.scales)
+            return replace(e, x=moved(e.x), scales=scales)
+
+        stores = []
+        for s in program.stores:
+            s = replace(s, value=moved(s.value))
+            if s.target in self.copied:
+                s = replace(s, target=s.target + IN_ROWS, strides=self.copied[s.target])
+            stores.append(s)
+        return replace(program, stores=tuple(stores))
+
+    def _copy(self, source: str, target: str, strides: tuple[int, ...]) -> Program:
+        like = self.values[source.removesuffix(IN_ROWS)]
+        extents = tuple((f"d{i}", n) for i, n in enumerate(like.shape) if n > 1)
+        named = dict(extents)
+        index = tuple(
+            Affine(0, ((f"d{i}", 1),)) if f"d{i}" in named else Affine() for i in range(like.ndim)
+        )
+        value = Load(source, index, like.dtype)
+        return Program(
+            extents, (Store(target, index, value, tuple(like.shape), strides, like.dtype),)
+        )
+
+
+Access = tuple[str, tuple[Affine, ...], dict[str, int]]
+
+
+def _accesses(program: Program, values: Mapping[str, Any]) -> list[Access]:
+    """What a program loads and stores, with the distance of neighbours along each variable."""
+    found: list[Access] = []
+    for e in walk(*(s.value for s in program.stores)):
+        if isinstance(e, Load):
+            found.append((e.source, e.index, _offsets(values[e.source].stride(), e.index)))
+    return found + [(s.target, s.index, _offsets(s.strides, s.index)) for s in program.stores]
+
+
+def _turned(program: Program, values: Mapping[str, Any]) -> Program:
+    """A program without sums may walk along any variable: along the one whose neighbours lie next
+    to each other in what it stores, if that is so in all that it loads."""
+    if program.rows or len(program.extents) < 2:
+        return program
+    last = program.extents[-1][0]
+    accesses = [at for *_, at in _accesses(program, values) if len(at) > 1]
+    if not accesses or any(at.get(last) == 1 for at in accesses):
+        return program
+    steps = accesses[-1]
+    extents = sorted(program.extents, key=lambda e: -steps.get(e[0], 0))
+    return replace(program, extents=tuple(extents))
+
+
+def _across(program: Program, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that lie across the rows of a program, with strides that would lie in them."""
+    try:
+        shape = Shape.of(program)
+    except Unsupported:
+        return {}
+    extents = dict(program.extents)
+    if not shape.along or prod(extents[n] for n in shape.along) < LONG:
+        return {}
+    order = [*shape.rows, *shape.along]
+    found = {}
+    for name, index, at in _accesses(program, values):
+        rows = [n for n in shape.rows if at.get(n) == 1 and extents[n] >= LONG]
+        if at.get(shape.along[-1], 0) > 1 and rows and _is_whole(values[name]):
+            strides = _strides_in(order, index, values[name].shape)
+            if strides is not None:
+                found[name] = strides
+    return found
+
+
+def _is_whole(t: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory: a part of a larger tensor is not copied."""
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) == t.numel()
+
+
+def _strides_in(
+    order: list[str], index: tuple[Affine, ...], shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Strides of a tensor that is read at `index`, so that it lies in the order of variables; None
+    if its dimensions mix them."""
+    places: list[tuple[int, int]] = []  # of the outermost variable of each dimension
+    for i, part in enumerate(index):
+        at = sorted(order.index(n) for n in part.names)
+        if at != list(range(at[0], at[0] + len(at))) if at else False:
+            return None
+        places.append((at[0] if at else -1, i))
+    strides, step = [0] * len(shape), 1
+    for _, i in sorted(places, reverse=True):
+        strides[i] = step
+        step *= shape[i]
+    return tuple(strides)
+
+
+def _offsets(strides: tuple[int, ...], index: tuple[Affine, ...]) -> dict[str, int]:
+    total = Affine()
+    for part, stride in zip(index, strides, strict=True):
+        total = total + part * stride
+    return dict(total.terms)

@@ -1,0 +1,207 @@
+"""Models without a recipe: every transformer of diffusers, language models of transformers, and
+models of no library. They run as programs, with eager's bits."""
+
+import pytest
+import torch
+from fuser.blocks import Block, drawn
+from torch import nn
+
+import kernelwright as kw
+from inject.harness import check_restored, programs_of, run, same
+from inject.language import model_of, words
+from inject.small_models import LEFT_OUT, build, classes
+from inject.test_falcon import SEVEN, falcon
+from kernelwright import models
+
+# blocks that stay eager, and why
+STAY = {
+    # an argument is a mask of flex_attention, which is no tensor
+    "AnyFlowFARTransformer3DModel": "an input that it may write to",
+    # so is a constant of this one
+    "Kandinsky6SRTransformer3DModel": "a tensor that is neither given nor an attribute",
+}
+# a recipe was written for their blocks
+RECIPES = {
+    *("DiTTransformer2DModel", "FluxTransformer2DModel", "LTXVideoTransformer3DModel"),
+    *("LatteTransformer3DModel", "PixArtTransformer2DModel", "PriorTransformer"),
+    *("SD3Transformer2DModel", "Transformer2DModel", "TransformerTemporalModel"),
+    "WanTransformer3DModel",
+}
+
+
+def check(model, inputs):
+    """Eager's bits at first sight and after it, and everything as before in the end."""
+    expected = run(model, inputs)
+    with kw.injected(model) as report:
+        assert same(run(model, inputs), expected)
+        assert same(run(model, inputs), expected)
+    assert not report.problems, report.problems
+    check_restored(model, inputs, expected)
+    return report
+
+
+@pytest.mark.parametrize("name", [n for n in classes() if n not in LEFT_OUT])
+def test_a_transformer_of_diffusers(name):
+    report = check(*build(name))
+    assert report.findings
+    fates = report.sites.get("forward as programs", {})
+    assert set(fates) == ({STAY[name]} if name in STAY else set())
+    assert bool(programs_of(report)[0]) == (name not in STAY and name not in RECIPES)
+
+
+def test_nearly_all_transformers_are_tested():
+    assert LEFT_OUT.keys() <= set(classes())
+    assert len(classes()) - len(LEFT_OUT) >= 55
+
+
+LANGUAGE = {
+    "Gemma2": {"sliding_window": 4},
+    "Glm4": {},
+    "Granite": {},
+    "Mixtral": {"num_local_experts": 4},
+    "Olmo2": {},
+    "Phi3": {},
+}
+WITH_RECIPES = {"Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}}
+
+
+@pytest.mark.parametrize("family", LANGUAGE)
+def test_a_language_model(family):
+    model = model_of(family, **LANGUAGE[family])
+    assert set(programs_of(check(model, words()))[0]) == {f"{family}DecoderLayer"}
+
+
+def test_gemma_3():
+    small = {"tiny": True, "dtype": torch.float32}
+    model = models.build("gemma-3-12b", **small, layers=2)
+    report = check(model, models.inputs("gemma-3-12b", **small, tokens=16))
+    assert set(programs_of(report)[0]) == {"Gemma3DecoderLayer"}
+
+
+@pytest.mark.parametrize("family", [*WITH_RECIPES, "Falcon"])
+def test_a_language_model_without_its_recipe(family):
+    model = falcon(**SEVEN) if family == "Falcon" else model_of(family)
+    expected = run(model, words())
+    with kw.injected(model, recipes=False) as report:
+        assert all(same(run(model, words()), expected) for _ in range(2))
+    assert set(programs_of(report)[0]) == {f"{family}DecoderLayer"}
+    check_restored(model, words(), expected)
+
+
+class Transformer(nn.Module):
+    """A diffusion transformer of no library."""
+
+    def __init__(self, block=Block, layers=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x, condition, cos, sin):
+        for block in self.blocks:
+            x = block(x, condition, cos, sin)
+        return self.norm(x)
+
+
+def latents(tokens=12):
+    given = [drawn(2, tokens, 64), drawn(2, 64), drawn(tokens, 32), drawn(tokens, 32, seed=1)]
+    names = ("x", "condition", "cos", "sin")
+    return dict(zip(names, (t.float() for t in given), strict=True))
+
+
+def test_a_transformer_of_no_library():
+    model = Transformer().eval()
+    programs, _ = programs_of(check(model, latents()))
+    assert set(programs) == {"Block"}
+    with kw.injected(model):
+        for tokens in (12, 5, 12):  # another length is another recording
+            given = latents(tokens)
+            with_programs = run(model, given)
+            kw.restore(model)
+            assert same(run(model, given), with_programs)
+
+
+log, notes = [], {}
+
+
+class Counts(Block):
+    calls = 0
+
+    def forward(self, *inputs):
+        self.calls += 1
+        log.append(self.calls)
+        return super().forward(*inputs)
+
+
+class Logs(Block):
+    def forward(self, *inputs):
+        log.append(inputs[0].shape)
+        return super().forward(*inputs)
+
+
+class Notes(Block):
+    def forward(self, *inputs):
+        notes["calls"] = notes.get("calls", 0) + 1
+        return super().forward(*inputs)
+
+
+class Keeps(Block):
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def forward(self, *inputs):
+        self.seen[len(self.seen)] = inputs[0]
+        return super().forward(*inputs)
+
+
+class Sums(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, *inputs):
+        self.total += 1
+        return super().forward(*inputs)
+
+
+class Adds(Sums):
+    def forward(self, *inputs):
+        self.total.add_(1)
+        return Block.forward(self, *inputs)
+
+
+class Writes(Block):
+    """The result of one block is the input that the next one writes to."""
+
+    def forward(self, x, *inputs):
+        result = super().forward(x, *inputs)
+        x.mul_(0.5)
+        return result
+
+
+def effects(model):
+    """What the forwards of these blocks have done so far."""
+    kept = [len(getattr(b, "seen", ())) for b in model.blocks]
+    total = [b.total.item() for b in model.blocks if hasattr(b, "total")]
+    return len(log), notes.get("calls", 0), kept, total
+
+
+@pytest.mark.parametrize("kind", [Counts, Logs, Notes, Keeps, Sums, Adds, Writes])
+def test_an_effect_happens_as_often_as_in_eager(kind):
+    def three_runs(model):
+        log.clear()
+        notes.clear()
+        given, results = latents(), []
+        for _ in range(3):
+            results.append(run(model, {**given, "x": given["x"].clone()}))
+            results.append(effects(model))
+        return results
+
+    expected = three_runs(Transformer(kind).eval())
+    model = Transformer(kind).eval()
+    with kw.injected(model) as report:
+        got = three_runs(model)
+    assert same(got, expected)
+    assert got[1::2] == expected[1::2]
+    assert programs_of(report)[0] == {}
