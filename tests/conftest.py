@@ -5,6 +5,7 @@ import os
 import tempfile
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,3 +116,15 @@ def written(tmp_path):
     from result_files import write_results
 
     return partial(write_results, tmp_path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def recording_without_stacks():
+    """Every op that make_fx records makes a FakeTensorMode, which keeps the stack of its making: a
+    third of the time of a recording, and nothing reads it."""
+    from torch._subclasses import fake_tensor
+
+    nothing = SimpleNamespace(extract_stack=lambda: [], format_list=lambda stack: [])
+    with pytest.MonkeyPatch.context() as session:
+        session.setattr(fake_tensor, "traceback", nothing)
+        yield

@@ -9,7 +9,8 @@ from torch import nn
 import kernelwright as kw
 from kernelwright import models
 from kernelwright.inject.fp8 import layers
-from kernelwright.inject.runtime import forwards
+from kernelwright.inject.runtime import forwards, model_run
+from kernelwright.inject.state.tensor_samples import TensorSamples
 from kernelwright.inject.verify import accuracy
 from kernelwright.ops import fp8
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
@@ -124,7 +125,9 @@ def test_layers_of_one_input_are_one_product(outputs, bias):
     torch.manual_seed(0)
     model = Projections(2048, outputs, bias).eval().to("cuda", torch.bfloat16)
     x = normal(2, 500, 2048)
-    with kw.injected(model, numerics="fp8") as report:
+    # layers run in fp8 only inside their model, which knows about adapters around them
+    inside = model_run.begin(model, (x,), {}, TensorSamples())
+    with kw.injected(model, numerics="fp8") as report, inside:
         eight = getattr(model.blocks[0].forward, forwards.MARK)
         first = eight.together(model.blocks, x)
         assert len(report.findings) == 3

@@ -1,6 +1,8 @@
 """Thousands of changes of injected models on a GPU, with graphs, against twins that have none.
 
 KERNELWRIGHT_FUZZ_SECONDS is the time for each model (60), KERNELWRIGHT_FUZZ_SEED the first seed.
+KERNELWRIGHT_FUZZ_REPLAY is a file for the line that repeats the step under way: if the GPU crashes,
+nothing else says which one it was.
 """
 
 import os

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kernelwright.inject.graphs.capture import DRAWS
 from kernelwright.inject.graphs.graphs import Graphs
 
 WIDTH = 256
@@ -285,7 +286,9 @@ def test_random_numbers_go_on_as_in_plain_calls():
     want = [noisy(x) for _ in range(4)]
     torch.manual_seed(1)
     got = [called(graphs, noisy, x) for _ in range(4)]
-    assert graphs.captured == 1
+    # without a graph: another thread may draw from the same generator
+    assert graphs.captured == 0
+    assert set(graphs.reasons) == {DRAWS}
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 

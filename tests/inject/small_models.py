@@ -11,6 +11,7 @@ import diffusers.models.transformers as library
 import torch
 from diffusers import ModelMixin
 
+from inject.language import model_of, words
 from kernelwright import models
 from kernelwright.models.weights import random_model
 
@@ -342,6 +343,29 @@ def build(name):
     preset = next((p for p in models.presets().values() if p.class_name == name), None)
     if preset is not None:
         small = {"tiny": True, "dtype": torch.float32}
-        return preset.build(**small, layers=2), preset.inputs(**small)
+        return preset.build(**small, layers=1), preset.inputs(**small)
     place = {"dtype": torch.float32, "device": "cpu", "seed": 0}
     return random_model(library.__name__, name, config_of(name), **place), inputs_of(name)
+
+
+def transformers():
+    """Every class that is built here, with its model and inputs."""
+    for name in classes():
+        if name not in LEFT_OUT:
+            yield name, build(name)
+
+
+LANGUAGE = {
+    **{"Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Gemma2": {"sliding_window": 4}},
+    **{"Glm4": {}, "Granite": {}, "Mixtral": {"num_local_experts": 4}, "Olmo2": {}, "Phi3": {}},
+}
+
+
+def language_models():
+    """The families of transformers, with a model and inputs."""
+    for family, config in LANGUAGE.items():
+        yield f"{family}ForCausalLM", (model_of(family, **config), words())
+    for preset in ("gemma-3-12b", "falcon-7b"):
+        small = {"tiny": True, "dtype": torch.float32}
+        model = models.build(preset, **small, layers=1)
+        yield type(model).__name__, (model, models.inputs(preset, **small, tokens=16))

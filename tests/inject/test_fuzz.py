@@ -87,14 +87,28 @@ def test_a_change_after_the_capture_is_followed(preset, kind, tally):
 # sequences that once failed in a longer run, and that a short run is unlikely to draw
 FOUND = [
     # offload leaves parameters without an address
-    ("ltx-video", ["life.sequential offload", "calls.torch.func.grad"]),
+    ("ltx-video", [("life.sequential offload", 3), ("calls.torch.func.grad", 3)]),
+    # a hook two levels below a block, whose first norm ran in the block before it and then again
+    (
+        "ltx-video",
+        [
+            ("hooks.forward hook that looks on", 758192),
+            ("inject", 0),
+            ("parts.a norm of another class", 916819),
+        ],
+    ),
+    # a class whose forward is not called "forward"
+    (
+        "ltx-video",
+        [("parts.class patched: attention", 151387), ("inject", 0), ("life.pickle", 277282)],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("preset", "kinds"), FOUND)
-def test_what_failed_once_does_not_again(preset, kinds):
+@pytest.mark.parametrize(("preset", "steps"), FOUND)
+def test_what_failed_once_does_not_again(preset, steps):
     with graphs_on_the_cpu():
-        mutations.replay(preset, [(kind, 3) for kind in kinds], graphs=True)
+        mutations.replay(preset, steps, graphs=True)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

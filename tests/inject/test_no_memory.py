@@ -1,5 +1,7 @@
 """On a nearly full GPU, the comparison with eager must not make a forward fail."""
 
+import copy
+import random
 import warnings
 import weakref
 from collections import Counter
@@ -9,7 +11,8 @@ import torch
 from torch import nn
 
 import kernelwright as kw
-from inject.harness import run
+from inject.harness import run, same
+from inject.tape import graphs_on_the_cpu
 from kernelwright import models
 from kernelwright.inject.recipes._recipe import Patch
 from kernelwright.inject.runtime import sites
@@ -179,3 +182,60 @@ def test_the_report_names_what_was_not_compared(monkeypatch):
         run(model, inputs)
     assert f"not compared with eager: {accuracy.NO_MEMORY}" in " ".join(str(report).split())
     assert {entry["why"] for entry in report.to_dict()["unchecked"]} == {accuracy.NO_MEMORY}
+
+
+# what asks for memory, on the way to a graph and in models
+ALLOCATES = [(torch, name) for name in ("cat", "stack", "empty", "empty_like", "empty_strided")]
+ALLOCATES += [
+    (torch.Tensor, name)
+    for name in ("clone", "contiguous", "new_empty", "to", "float", "__add__", "__mul__")
+]
+
+
+class Memory:
+    """Runs out at the `last` of the calls that ask for it, before or after that one has run."""
+
+    def __init__(self, monkeypatch, last):
+        self.asked, self.last = 0, last
+        for owner, name in ALLOCATES:
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, function):
+        def counted(*args, **kwargs):
+            self._ask()
+            result = function(*args, **kwargs)
+            self._ask()
+            return result
+
+        return counted
+
+    def _ask(self):
+        self.asked += 1
+        if self.asked == self.last:
+            raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize("preset", ["ltx-video", "flux-dev"])
+def test_memory_that_runs_out_anywhere_in_the_first_calls_leaves_nothing_stale(preset, monkeypatch):
+    how = {"tiny": True, "dtype": torch.float32}
+    own = models.build(preset, **how)
+    given = [models.inputs(preset, seed=seed, **how) for seed in (0, 0, 0, 0, 1, 2)]
+    expected = [run(own, inputs) for inputs in given]
+
+    def runs_out_at(last):
+        model = copy.deepcopy(own)
+        with graphs_on_the_cpu(), monkeypatch.context() as patched, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kw.inject(model, graphs=True)
+            memory = Memory(patched, last)
+            for inputs, result in zip(given, expected, strict=True):
+                try:
+                    got = run(model, inputs)
+                except torch.OutOfMemoryError:
+                    continue
+                assert same(got, result), f"memory ran out at {last}"
+        return memory.asked
+
+    total = runs_out_at(None)
+    for last in random.Random(0).sample(range(1, total), 4):
+        runs_out_at(last)

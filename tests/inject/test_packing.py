@@ -48,6 +48,24 @@ def test_weights_stay_what_they_were_but_for_their_place(dtype, bias):
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
+def test_weights_that_another_thread_packs_meanwhile_are_packed_at_the_next_call(monkeypatch):
+    heads = Heads()
+    usual = packed_weights._pack
+
+    def overtaken(group, weights, biases):
+        reader = weights[0].detach()
+        blocks = usual(group, weights, biases)
+        assert group.why == packed_weights.SHARED
+        del reader
+        usual(group, weights, biases)
+        return blocks
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packed_weights, "_pack", overtaken)
+        assert pack(heads) == packed_weights.SHARED
+    check_packed(heads)
+
+
 def test_there_is_no_second_copy_and_the_block_dies_with_the_weights():
     heads = Heads()
     old = [StorageWeakRef(p.untyped_storage()) for p in heads.parameters()]

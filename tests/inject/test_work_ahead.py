@@ -68,6 +68,13 @@ def test_a_hook_on_either_block_or_inside_the_next_keeps_them_apart(blocks):
         assert work_ahead.following(first) is None
         handle.remove()
         assert work_ahead.following(first) is second
+    second[0].below = nn.Sequential(nn.Identity())
+    handle = second[0].below[0].register_forward_hook(lambda *args: None)
+    assert work_ahead.following(first) is None
+    handle.remove()
+    second[0].below[0].forward = lambda x: x
+    assert work_ahead.following(first) is None
+    del second[0].below
     # what is inside the first has run by then
     handle = first[0].register_forward_hook(lambda *args: None)
     assert work_ahead.following(first) is second

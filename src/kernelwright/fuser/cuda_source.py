@@ -19,10 +19,10 @@ import torch
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
 from ..ops.row.order import free_threads, mean_order
-from .cuda_steps import float_literal, normed, number, step_maker, type_name
+from .cuda_steps import computed_type, float_literal, normed, number, step_maker, type_name
 from .expression import Choice, Load
 from .index import Space
-from .lowering import Lowered, Normed, Shape, Statistics, lowered, operands
+from .lowering import COMPLEX, Lowered, Normed, Shape, Statistics, lowered, operands
 from .program import Program, Store
 from .row_layout import RowLayout, widest_vector
 from .row_orders import order_of, scratch_name, threads_of
@@ -39,9 +39,9 @@ class Tensor:
 
     def as_real(self) -> Tensor:
         """A complex tensor as one of pairs, any other one as it is."""
-        if self.dtype != torch.complex64:
+        if self.dtype not in COMPLEX:
             return self
-        return Tensor((*(2 * s for s in self.strides), 1), torch.float32)
+        return Tensor((*(2 * s for s in self.strides), 1), COMPLEX[self.dtype])
 
 
 @dataclass
@@ -255,6 +255,8 @@ class _Emitter:
             look(value, self._level(value))
         for s in statistics:
             look(s.x, self._level(s.x))
+        if any(e.dtype == torch.float64 for e in held):
+            raise Unsupported("sums of float64")
         return {e for e in held if not isinstance(e, Statistics)}
 
     def _loop(
@@ -341,16 +343,16 @@ class _Emitter:
             make = step_maker(e, types, self.exact)
             lines = [make([a[i] for a in args]) for i in range(self.V)]
         if not self._depends(e):
-            return [self._named(self.scalars, lines[0])] * self.V
-        return [self._named(self.inner, line) for line in lines]
+            return [self._named(self.scalars, lines[0], e.dtype)] * self.V
+        return [self._named(self.inner, line, e.dtype) for line in lines]
 
-    def _named(self, into: list[str], text: str) -> str:
+    def _named(self, into: list[str], text: str, dtype: torch.dtype) -> str:
         """A name for a value; the same one if it was computed before."""
         if text.isidentifier():
             return text
         if text not in self.texts:
             name = self.texts[text] = f"e{next(self.numbers)}"
-            into.append(f"const float {name} = {text};")
+            into.append(f"const {computed_type(dtype)} {name} = {text};")
         return self.texts[text]
 
     def _chosen(self, e: Choice, level: int) -> list[str]:
@@ -365,7 +367,7 @@ class _Emitter:
             text = pieces[-1][i]
             for k in reversed(range(len(pieces) - 1)):
                 text = f"({value} == {k} ? {pieces[k][i]} : {text})"
-            lines.append(self._named(self.inner, text))
+            lines.append(self._named(self.inner, text, e.dtype))
         return lines
 
     # memory
@@ -387,9 +389,10 @@ class _Emitter:
             if key not in self.vectors:
                 name = self.vectors[key] = f"x{access.number}_{len(self.vectors)}"
                 value = f"widen(p{access.number}[{offset} + {lane}])"
+                kind = computed_type(e.dtype)
                 if e.dtype not in TYPES:
-                    value = f"float(p{access.number}[{offset} + {lane}])"
-                into.append(f"const float {name} = {value};")
+                    value = f"{kind}(p{access.number}[{offset} + {lane}])"
+                into.append(f"const {kind} {name} = {value};")
             found.append(self.vectors[key])
         return found
 

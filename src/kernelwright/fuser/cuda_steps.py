@@ -16,10 +16,16 @@ aten: Any = torch.ops.aten
 
 
 def type_name(dtype: torch.dtype) -> str:
-    names = {**TYPES, torch.bool: "bool", torch.int64: "i64", torch.int32: "int"}
+    names = {**TYPES, torch.float64: "double"}
+    names |= {torch.bool: "bool", torch.int64: "i64", torch.int32: "int"}
     if dtype not in names:
         raise Unsupported(f"tensors of {dtype}")
     return names[dtype]
+
+
+def computed_type(dtype: torch.dtype) -> str:
+    """The type in which values of a dtype are computed."""
+    return "double" if dtype == torch.float64 else "float"
 
 
 def float_literal(value: float) -> str:
@@ -108,6 +114,16 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.maximum: _binary("fmaxf"),
     aten.minimum: _binary("fminf"),
 }
+# the few that positions are rotated with
+STEPS_OF_DOUBLES: dict[Any, Callable[..., str]] = {
+    aten.add: _binary("__dadd_rn"),
+    aten.sub: _binary("__dsub_rn"),
+    aten.mul: _binary("__dmul_rn"),
+    aten._to_copy: lambda a, **_: f"double({a})",
+    aten.clone: lambda a, **_: a,
+    PRODUCT[0]: lambda a, b, c, d: f"__fma_rn({a}, {c}, -__dmul_rn({b}, {d}))",
+    PRODUCT[1]: lambda a, b, c, d: f"__fma_rn({a}, {d}, __dmul_rn({b}, {c}))",
+}
 TRUTH = frozenset(
     getattr(aten, name)
     for name in (
@@ -124,8 +140,16 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     kwargs = dict(e.kwargs)
     if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
         raise Unsupported("complex numbers")
-    if any(t in (torch.int64, torch.int32, torch.float64) for t in (*types, e.dtype)):
-        raise Unsupported("whole numbers or float64")
+    if any(t in (torch.int64, torch.int32) for t in (*types, e.dtype)):
+        raise Unsupported("whole numbers")
+    if e.dtype == torch.float64:
+        return _of_doubles(packet, e, types)
+    if torch.float64 in types:
+        if packet is not aten._to_copy:
+            raise Unsupported(f"{e.op} of float64")
+        return lambda a: _rounded(f"float({a[0]})", e.dtype, exact)
+    if e.dtype == torch.bool and packet is aten.mul:
+        packet = aten.logical_and
     bits = packet in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_not)
     if bits and e.dtype != torch.bool:
         raise Unsupported("bits of whole numbers")
@@ -142,6 +166,15 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if make is None:
         raise Unsupported(f"{e.op} has no code here")
     return lambda a: _rounded(make(*a), e.dtype, exact)
+
+
+def _of_doubles(
+    packet: Any, e: Step, types: list[torch.dtype | None]
+) -> Callable[[list[str]], str]:
+    make = STEPS_OF_DOUBLES.get(packet)
+    if make is None or dict(e.kwargs).get("alpha", 1) != 1 or None in types:
+        raise Unsupported(f"{e.op} of float64")
+    return lambda a: make(*a)
 
 
 def _rounded(text: str, dtype: torch.dtype, exact: bool) -> str:

@@ -64,25 +64,37 @@ PRODUCT = ("real part of a product", "imaginary part of a product")
 PARTS_OF_COMPLEX = {aten.real: 0, aten.imag: 1}
 
 
+COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
 def part_of(e: Any, part: int) -> Any:
     """The real or the imaginary part of a complex expression."""
+    dtype = COMPLEX.get(e.dtype)
+    if dtype is None:
+        raise Unsupported(f"complex numbers of {e.dtype}")
     if isinstance(e, Load):
         # a kernel sees a complex tensor as one of pairs
-        return Load(e.source, (*e.index, Affine(part)), torch.float32)
+        return Load(e.source, (*e.index, Affine(part)), dtype)
     if isinstance(e, Choice):
-        return Choice(e.name, tuple(part_of(p, part) for p in e.pieces), torch.float32)
-    if isinstance(e, Step) and e.dtype == torch.complex64:
+        return Choice(e.name, tuple(part_of(p, part) for p in e.pieces), dtype)
+    if isinstance(e, Step):
         packet = getattr(e.op, "overloadpacket", e.op)
         if packet is aten.complex:
             return e.args[part]
+        if packet is aten._to_copy:
+            return _as(part_of(e.args[0], part), dtype)
         if packet is aten.mul and all(_is_complex(a) for a in e.args):
-            parts = tuple(part_of(a, i) for a in e.args for i in (0, 1))
-            return Step(PRODUCT[part], parts, (), torch.float32)
+            parts = tuple(_as(part_of(a, i), dtype) for a in e.args for i in (0, 1))
+            return Step(PRODUCT[part], parts, (), dtype)
     raise Unsupported("complex numbers")
 
 
+def _as(e: Any, dtype: torch.dtype) -> Any:
+    return e if e.dtype == dtype else Step(aten._to_copy.default, (e,), (), dtype)
+
+
 def _is_complex(e: Any) -> bool:
-    return _is_expression(e) and e.dtype == torch.complex64
+    return _is_expression(e) and e.dtype in COMPLEX
 
 
 def lowered(e: Expression, space: Space) -> Lowered:

@@ -42,6 +42,7 @@ class Plan:
     left: dict[str, int] = field(default_factory=dict)  # ops that stay PyTorch's, and how often
     refused: list[str] = field(default_factory=list)  # why some of these have no program
     values: dict[str, Any] = field(default_factory=dict)  # what each node gave when recorded
+    given: int = 0  # how many of the inputs, the last ones, are no weights
 
 
 # why a program cannot be run, or None if it can: (program, value of each node by name)
@@ -62,10 +63,11 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
             if check is not None and isinstance(program, Program)
             for why in [check(program, values)]
             if why is not None
-            for node in planner.computed_in(program)
+            for node in planner.to_leave(program)
         }
         if not refused:
             found.refused, found.values = sorted(set(left.values())), values
+            found.given = len(recording.positions)
             found.steps = in_rows(found.steps, values, planner.kept)
             return found
         left |= refused
@@ -161,12 +163,14 @@ class _Planner:
         """What is in memory of all that a node is made of."""
         return {i for n in self._inlined(node) for i in n.all_input_nodes if self._in_memory(i)}
 
-    def computed_in(self, program: Program) -> set[fx.Node]:
-        """The nodes that a program computes."""
+    def to_leave(self, program: Program) -> set[fx.Node]:
+        """What stays PyTorch's of a program that has no kernel: its norms and sums, of which few
+        orders are known, and everything if it has none."""
         targets = {s.target for s in program.stores}
         nodes = [n for n in self.graph.nodes if n.name in targets]
         inlined: set[fx.Node] = set().union(*(self._inlined(n) for n in nodes))
-        return inlined & (self.kinds.computed | self.kinds.norms)
+        computed = inlined & (self.kinds.computed | self.kinds.norms)
+        return {n for n in computed if self._is_row(n)} or computed
 
     def _groups(self) -> list[list[fx.Node]]:
         """Stored nodes that are one program: of one stage and shape, and made of the same."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
@@ -30,6 +30,20 @@ from ..ops import library
 
 class CannotRecord(Exception):
     """Why a forward cannot be written down."""
+
+
+# what PyTorch chooses the kernel of an attention from
+SDP_BACKENDS = (
+    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
+    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
+    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
+)
+
+
+def sdp_backends() -> list[int]:
+    """The numbers of the backends that may be chosen now."""
+    return [i for i, (_, enabled) in enumerate(SDP_BACKENDS) if enabled()]
 
 
 def plain_attention(
@@ -41,10 +55,14 @@ def plain_attention(
     causal: bool,
     scale: float | None,
     grouped: bool,
+    backends: Sequence[int] = (),
 ) -> Tensor:
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
-    )
+    """F.scaled_dot_product_attention; of these backends only, if a forward has chosen any."""
+    chosen = [SDP_BACKENDS[i][0] for i in backends]
+    with sdpa_kernel(chosen) if chosen else nullcontext():
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )
 
 
 def plain_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
@@ -60,7 +78,7 @@ LINEAR = library.define(
 ATTENTION = library.define(
     "recorded_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, "
-    "float? scale, bool grouped) -> Tensor",
+    "float? scale, bool grouped, int[] backends) -> Tensor",
     plain_attention,
     lambda query, key, value, *_: query.new_empty(*query.shape[:-1], value.shape[-1]),
 )
@@ -76,9 +94,11 @@ class _Layers(threading.local):
     """The opaque layers of the module that is recorded or run in this thread."""
 
     called: Sequence[nn.Module] = ()
+    backends: Sequence[int] = ()  # of attention, outside of the forward that is recorded
 
 
 _layers = _Layers()
+_one_at_a_time = threading.RLock()
 
 
 @contextmanager
@@ -159,20 +179,6 @@ class _Whole(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _InputsStay(TorchDispatchMode):
-    """Raises before an op writes to one of these tensors. What a functional forward has written is
-    copied to its inputs in the end, and the module's own forward would then write once more."""
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.inputs = {id(t) for t in inputs}
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op._schema.is_mutable and args and id(args[0]) in self.inputs:
-            raise CannotRecord("it writes to its inputs")
-        return op(*args, **(kwargs or {}))
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return LINEAR(input, weight, bias)
 
@@ -189,7 +195,10 @@ def _sdpa(
 ) -> Tensor:
     if dropout_p:
         raise CannotRecord("attention with dropout")
-    return ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    chosen = sdp_backends()
+    if chosen == _layers.backends:
+        chosen = []
+    return ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, chosen)
 
 
 def _rms(
@@ -257,13 +266,14 @@ def record(
     functional = torch.func.functionalize(run, remove="mutations")
 
     def kept(*tensors: Tensor) -> Any:
-        with _InputsStay(tensors):
-            results[:] = functional(*tensors)
+        results[:] = functional(*tensors)
         return list(results)
 
     if any_autocast():
         raise CannotRecord("autocast")
-    with _standing_in(module, opaque), opaque_layers(opaque):
+    # make_fx patches nn.Module for all threads, and is not made for two at a time
+    with _one_at_a_time, _standing_in(module, opaque), opaque_layers(opaque):
+        _layers.backends = sdp_backends()
         weights.update(_weights(module))
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
@@ -271,7 +281,8 @@ def record(
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
         try:
             with torch.inference_mode(False), torch.no_grad():
-                made = make_fx(kept)(*tensors)
+                parameters = {id(p) for p in module.parameters()}
+                made = make_fx(kept)(*(t if id(t) in parameters else _copy(t) for t in tensors))
         except CannotRecord:
             raise
         except torch.OutOfMemoryError:
@@ -284,8 +295,29 @@ def record(
             constants[node.name] = getattr(made, node.target)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotRecord(f"random numbers ({node.target})")
+        if _writes_to_input(node):
+            raise CannotRecord("it writes to its inputs")
     graph.eliminate_dead_code()
     return Recording(graph, tuple(weights), positions, returned[0], constants, results)
+
+
+def _writes_to_input(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or not node.args:
+        return False
+    first = node.args[0]
+    return isinstance(first, fx.Node) and first.op == "placeholder"
+
+
+def _copy(t: Tensor) -> Tensor:
+    """The same values in the same layout, for a forward that may turn out to write to them: the
+    module's own forward is then the only one that does."""
+    repeats = any(
+        stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)
+    )
+    if repeats or t.is_conj() or t.is_neg():
+        return t
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

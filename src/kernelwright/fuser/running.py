@@ -7,6 +7,7 @@ call from the tensor they are views of, and a value is let go after its last use
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .recording import (
     plain_rms_norm,
 )
 
+aten: Any = torch.ops.aten
 # writes what a program stores: (program, what it loads by name, what it stores by name)
 Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 Values = list[Any]
@@ -43,12 +45,31 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 }
 
 
+# ops with a weight: an input that reaches one is an activation, and differs from block to block
+PRODUCTS = (LINEAR, LAYER, aten.convolution.default)
+
+
 class OtherShape(Exception):
     """A result whose shape depends on values has another one than when it was recorded."""
 
 
+@dataclass(eq=False)
+class _Step:
+    """One op or program: a function of the list of values, and the places it reads and writes."""
+
+    run: Callable[[Values], None]
+    reads: set[int]
+    writes: set[int]
+    product: bool = False  # whether it multiplies by a weight
+    attends: bool = False
+
+
 class Executable:
-    """A plan, ready to be run with tensors of the shapes and strides it was recorded with."""
+    """A plan, ready to be run with tensors of the shapes and strides it was recorded with.
+
+    Its first steps may be *early*: made of inputs that no product reads, such as a mask that all
+    blocks of a model are given. `early_inputs` are their positions among the inputs.
+    """
 
     def __init__(
         self, plan: Plan, programs: Runner = interpreter.run, products: Products | None = None
@@ -62,40 +83,78 @@ class Executable:
         for name, value in plan.constants.items():
             self._new(name)
             self._start.append(value)
-        self._steps: list[Callable[[Values], None]] = []
-        self._used: list[set[int]] = []  # by each step
-        for step in plan.steps:
-            self._add(self._leaf(step) if isinstance(step, fx.Node) else self._program(step))
+        steps = [
+            self._leaf(step) if isinstance(step, fx.Node) else self._program(step)
+            for step in plan.steps
+        ]
         (output,) = plan.graph.find_nodes(op="output")
         self._outputs = [self._reader(o) for o in output.args[0]]
-        self._needed: set[int] = set()
+        needed: set[int] = set()
         for o in output.args[0]:
-            self._needed |= self._places(o)
-        self._let_go()
+            needed |= self._places(o)
+        early, self.early_inputs = self._find_early(steps, len(inputs) - plan.given, len(inputs))
+        late = [s for s in steps if s not in early]
+        written = set().union(*(s.writes for s in early))
+        self._shared = sorted(written & needed.union(*(s.reads for s in late)))
+        self._early = [s.run for s in early]
+        self._late = _letting_go(late, needed | written)
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """The outputs of the graph for these inputs."""
-        values = self._start + [None] * (len(self._place) - len(self._start))
-        values[: len(inputs)] = inputs
-        for step in self._steps:
+    def __call__(self, inputs: Sequence[Tensor], early: Sequence[Any] | None = None) -> list[Any]:
+        """The outputs of the graph for these inputs; `early` is what its early steps have made."""
+        values = self._values(inputs)
+        if early is None:
+            for step in self._early:
+                step(values)
+        else:
+            for place, value in zip(self._shared, early, strict=True):
+                values[place] = value
+        for step in self._late:
             step(values)
         return [read(values) for read in self._outputs]
 
+    def early(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """What the early steps make of these inputs."""
+        values = self._values(inputs)
+        for step in self._early:
+            step(values)
+        return [values[place] for place in self._shared]
+
+    def _values(self, inputs: Sequence[Tensor]) -> Values:
+        values = self._start + [None] * (len(self._place) - len(self._start))
+        values[: len(inputs)] = inputs
+        return values
+
+    @staticmethod
+    def _find_early(steps: list[_Step], first: int, last: int) -> tuple[list[_Step], list[int]]:
+        """Steps that are made of inputs alone (places from `first` to `last`), of such that reach
+        no product; and the places of those."""
+        roots: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in range(last)}
+        of_step: list[frozenset[int]] = []
+        flowing: set[int] = set(range(first))
+        for step in steps:
+            found = frozenset().union(*(roots.get(p, frozenset()) for p in step.reads))
+            of_step.append(found)
+            for place in step.writes:
+                # what leaves an attention is an activation, whatever its mask and angles were
+                roots[place] = (
+                    frozenset() if step.attends else roots.get(place, frozenset()) | found
+                )
+            if step.product:
+                flowing |= found
+        pairs = list(zip(steps, of_step, strict=True))
+        early = [s for s, found in pairs if found and not found & flowing]
+        # a value that is only partly early is none: what is shared must not be written to
+        while True:
+            others = set().union(*(s.writes for s in steps if s not in early))
+            rest = [s for s in early if not (s.writes | s.reads) & others]
+            if len(rest) == len(early):
+                break
+            early = rest
+        places = set().union(*(found for s, found in pairs if s in early))
+        return early, sorted(places)
+
     def _new(self, name: str) -> int:
         return self._place.setdefault(name, len(self._place))
-
-    def _add(self, step: tuple[Callable[[Values], None], set[int]]) -> None:
-        self._steps.append(step[0])
-        self._used.append(step[1])
-
-    def _let_go(self) -> None:
-        """Drop each value after the step that uses it last."""
-        kept, steps = set(self._needed), []
-        for step, used in zip(reversed(self._steps), reversed(self._used), strict=True):
-            last = tuple(used - kept)
-            kept |= used
-            steps.append(_then_drop(step, last) if last else step)
-        self._steps = steps[::-1]
 
     # what a step reads
 
@@ -124,32 +183,33 @@ class Executable:
 
     # steps
 
-    def _leaf(self, node: fx.Node) -> tuple[Callable[[Values], None], set[int]]:
+    def _leaf(self, node: fx.Node) -> _Step:
         function = PLAIN.get(node.target, node.target)
         if node.target is LINEAR and self._products is not None:
             function = self._products(node.args[1].name)
         args = [self._reader(a) for a in node.args]
         kwargs = {k: self._reader(v) for k, v in node.kwargs.items()}
-        used = self._places((node.args, node.kwargs))
+        reads = self._places((node.args, node.kwargs))
         place = self._new(node.name)
 
         def run(values: Values) -> None:
             given = [read(values) for read in args]
             values[place] = function(*given, **{k: read(values) for k, read in kwargs.items()})
 
+        step = _Step(run, reads, {place}, node.target in PRODUCTS, node.target is ATTENTION)
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
-            return _shaped(run, place, node.meta["val"].shape), used | {place}
-        return run, used | {place}
+            step.run = _shaped(run, place, node.meta["val"].shape)
+        return step
 
-    def _program(self, program: Program) -> tuple[Callable[[Values], None], set[int]]:
+    def _program(self, program: Program) -> _Step:
         nodes = {n.name: n for n in self._plan.graph.nodes}
         # a copy in another layout is no node of the graph
         loads = {
             name: self._reader(nodes[name]) if name in nodes else _value(self._place[name])
             for name in program.loads
         }
-        used = self._places([nodes[name] for name in program.loads if name in nodes])
-        used |= {self._place[name] for name in program.loads if name not in nodes}
+        reads = self._places([nodes[name] for name in program.loads if name in nodes])
+        reads |= {self._place[name] for name in program.loads if name not in nodes}
         fresh = [s for s in program.stores if s.target not in self._place]
         places = {s.target: self._new(s.target) for s in program.stores}
         runs, first = self._programs, next(iter(nodes.values())).meta["val"].device
@@ -161,7 +221,7 @@ class Executable:
                 values[places[s.target]] = _allocated(s, device)
             runs(program, given, {name: values[place] for name, place in places.items()})
 
-        return run, used | set(places.values())
+        return _Step(run, reads, set(places.values()))
 
 
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:
@@ -200,6 +260,17 @@ def _shaped(step: Callable[[Values], None], place: int, shape: Any) -> Callable[
 
 def _allocated(store: Store, device: torch.device) -> Tensor:
     return torch.empty_strided(store.shape, store.strides, dtype=store.dtype, device=device)
+
+
+def _letting_go(steps: list[_Step], kept: set[int]) -> list[Callable[[Values], None]]:
+    """Steps that drop each value after the one that uses it last."""
+    kept, found = set(kept), []
+    for step in reversed(steps):
+        used = step.reads | step.writes
+        last = tuple(used - kept)
+        kept |= used
+        found.append(_then_drop(step.run, last) if last else step.run)
+    return found[::-1]
 
 
 def _then_drop(step: Callable[[Values], None], places: tuple[int, ...]) -> Callable[[Values], None]:

@@ -44,8 +44,7 @@ def module_forward(
 
     fused.own, fused.known, fused.patch = own, known, patch  # type: ignore[attr-defined]
     forward.fused = fused  # type: ignore[attr-defined]
-    setattr(forward, forwards.MARK, patch)
-    return forward
+    return _marked(forward, patch)
 
 
 def model_forward(
@@ -98,5 +97,12 @@ def model_forward(
             return runs_as(self, *args, **kwargs)
 
     forward.fused = getattr(inner, "fused", None)  # type: ignore[attr-defined]
-    setattr(forward, forwards.MARK, getattr(inner, forwards.MARK, None))
+    return _marked(forward, getattr(inner, forwards.MARK, None))
+
+
+def _marked(forward: Forward, patch: Patch | None) -> Forward:
+    """Mark a forward as ours. It is called "forward" even if that of its class is not, since
+    somebody replaced it there: a method is pickled by its name."""
+    forward.__name__ = "forward"
+    setattr(forward, forwards.MARK, patch)
     return forward

@@ -112,6 +112,7 @@ class _Plan:
             self._quantise(self.fp8_layers)
         self._replace_models(self._graphs())
         self.report.checkers.append(self.checker)
+        self.report.programs.append(self.fusions.programs)
         self.report.models.append(ref(self.part.model))
         self.report.add(self.lines)
         return self.injection
@@ -120,14 +121,20 @@ class _Plan:
         """Choose new forwards for modules that match a recipe; one class shares one forward."""
         made: dict[tuple[int, type], Forward] = {}
         covered: dict[nn.Module, str] = {}
+        inside: set[nn.Module] = set()  # parts of blocks that run as programs
         for name, module in self.named.items():
             found, patch, why = self._match(module)
             if not found:
                 continue
             why = why or self._left_alone(name, module, patch)
             if why is not None or patch is None:
-                self._note(name, module, None, why)
+                if module not in inside:  # the programs of a block have all of its parts
+                    self._note(name, module, None, why)
                 continue
+            if patch is BLOCK:
+                parts = [m for m in module.modules() if m is not module]
+                inside.update(parts)
+                covered |= dict.fromkeys(parts, type(module).__name__)
             for child in patch.covers:
                 if (inner := getattr(module, child, None)) is not None:
                     covered[inner] = type(module).__name__

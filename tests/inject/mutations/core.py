@@ -8,7 +8,7 @@ sides get the same one and a failure can be replayed. What it returns undoes it.
 import copy
 import random
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -96,9 +96,9 @@ class World:
         self, preset, numerics="exact", graphs=False, device="cpu", dtype=torch.float32, tiny=True
     ):
         self.preset, self.numerics, self.graphs = preset, numerics, graphs
-        self.device, self.dtype, self.tiny = device, dtype, tiny
-        self.sizes, self.seed = dict(SIZES.get((preset, numerics), {})), 0
+        self.device, self.first_dtype, self.tiny = device, dtype, tiny
         self.done, self.calls = [], 0
+        self.drawn_as = ""  # the sequence that the changes are from
         self.process = []  # undoes changes outside of the models, the last one first
         self.reset()
 
@@ -117,7 +117,9 @@ class World:
                 handle.remove()
 
     def reset(self):
-        """Rebuild the models without injection, and undo all changes outside of them."""
+        """Begin again: models and inputs as they were at first, without injection."""
+        self.dtype, self.seed = self.first_dtype, 0
+        self.sizes = dict(SIZES.get((self.preset, self.numerics), {}))
         self.twin, self.ours = (Side(m) for m in self._built())
         self.injected = False
         self.ways = {}  # by name: what a call happens in, given its model
@@ -162,7 +164,8 @@ class World:
     def replay(self):
         """The line that repeats what was done."""
         how = {"graphs": self.graphs} if self.graphs else {}
-        how |= {} if self.device == "cpu" else {"device": self.device, "dtype": self.dtype}
+        how |= {} if self.device == "cpu" else {"device": self.device, "dtype": self.first_dtype}
+        how |= {} if self.tiny else {"tiny": False}
         more = "".join(f", {k}={v!r}" for k, v in how.items())
         return f"replay({self.preset!r}, {self.done!r}, numerics={self.numerics!r}{more})"
 
@@ -214,6 +217,20 @@ def difference(a, b):
     return f"off by {max(off, default=torch.zeros(())).item():.3g}"
 
 
+@contextmanager
+def without_cudnn_attention():
+    """PyTorch 2.11 looks up cuDNN's plan for the backward of an attention by the layouts of query,
+    key and value, and not by that of the gradient. FLUX has gradients of two layouts, as the rows
+    of its single blocks lie in wider ones: with their plan, its double blocks read past the end of
+    theirs. Without injection too, its gradients are wrong then, or an address is illegal."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def call(world, side):
     """The result of one call in the current way, with gradients where they are recorded."""
     model = side.model
@@ -221,6 +238,8 @@ def call(world, side):
     with ExitStack() as stack:
         for way in list(world.ways.values()):
             stack.enter_context(way(model))
+        if world.device == "cuda" and (world.once is not None or "gradients" in world.ways):
+            stack.enter_context(without_cudnn_attention())
         if world.once is not None:
             return world.once(model, world.inputs), {}
         with torch.set_grad_enabled("gradients" in world.ways and torch.is_grad_enabled()):

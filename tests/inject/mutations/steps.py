@@ -1,7 +1,9 @@
 """Draws changes, applies them to both sides, and compares the sides after each."""
 
 import copy
+import os
 from collections import Counter
+from pathlib import Path
 
 import torch
 
@@ -10,8 +12,7 @@ from kernelwright.inject.verify import accuracy
 
 from .core import KINDS, Differs, NotHere, Refused, Side, World, call, difference, drawn, same_bits
 
-# of a sum of float32 in another order, over the few thousand terms of a tiny model; a GPU may
-# multiply float32 with TF32's 10 bits of mantissa, where a change has allowed that
+# of a sum of float32 in another order, over the few thousand terms of a tiny model
 GRADIENTS = {"rtol": 1e-4, "atol": 1e-6}
 HALF_GRADIENTS = {"rtol": 2**-6, "atol": 2**-10}
 
@@ -21,6 +22,8 @@ ERRORS = {"fused": 2**-6, "fp8": 0.074}
 FLOAT32_ERROR = 1e-5
 
 UNDO = "undo"
+# a file for the step under way: a process that crashes in it leaves that behind
+UNDER_WAY = os.environ.get("KERNELWRIGHT_FUZZ_REPLAY")
 
 
 class Tally:
@@ -152,13 +155,19 @@ def _counts(side):
 
 
 def _gradients(got, want, noise):
+    """On a GPU the kernels of a backward round differently: there, only that the same parameters
+    have gradients, and finite ones where eager's are."""
     if got.keys() != want.keys():
         raise Differs(f"gradients of other parameters: {sorted(got.keys() ^ want.keys())[:4]}")
     for name, value in () if noise else want.items():
         if value is None:
             continue
+        if value.is_cuda:
+            if not (got[name].isfinite() | ~value.isfinite()).all():
+                raise Differs(f"gradient of {name}: not finite")
+            continue
         scale = value.abs().max().nan_to_num(1).item()
-        wide = value.dtype in (torch.float32, torch.float64) and not value.is_cuda
+        wide = value.dtype in (torch.float32, torch.float64)
         bounds = GRADIENTS if wide else HALF_GRADIENTS
         near = {"rtol": bounds["rtol"], "atol": bounds["atol"] + bounds["rtol"] * scale}
         if not torch.allclose(got[name], value, equal_nan=True, **near):
@@ -169,6 +178,7 @@ def step(world, name, number, tally=None):
     """One change and the calls after it. False where eager refuses it; the world is then rebuilt,
     as half of the change may have been made."""
     world.done.append((name, number))
+    note(world)
     tally = tally or Tally()
     try:
         change(world, name, number)
@@ -182,8 +192,7 @@ def step(world, name, number, tally=None):
         world.close()
         world.reset()
         world.done.clear()
-        world.inject()
-        compare(world)
+        _injected(world, tally)
         return False
     except Differs as error:
         tally.differences.append((world.replay(), str(error)))
@@ -193,10 +202,17 @@ def step(world, name, number, tally=None):
     return True
 
 
+def note(world):
+    """Write down the step that begins, and the sequence that it belongs to."""
+    if UNDER_WAY:
+        Path(UNDER_WAY).write_text(f"{world.replay()}\n{world.drawn_as}\n")
+
+
 def sequence(preset, seed, steps=12, names=None, tally=None, **how):
     """`steps` changes drawn from a seed, up to two of them before the model is injected."""
     draw = drawn(f"{preset} {seed} {sorted(map(str, how.items()))}")
     with World(preset, **how) as world:
+        world.drawn_as = f"sequence({preset!r}, {seed})"
         before = draw.choice((0, 0, 1, 2))
         names = names or names_for(world)
         for number in range(steps):
@@ -210,6 +226,7 @@ def sequence(preset, seed, steps=12, names=None, tally=None, **how):
 
 def _injected(world, tally):
     world.done.append(("inject", 0))
+    note(world)
     try:
         world.inject()
         compare(world, times=2)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...ops.linear import algorithms
+from ..reuse.programs import BlockLine, Programs
 from ..verify.findings import Finding
 from ..verify.first_sight import Checker
 
@@ -38,6 +39,7 @@ class Record:
     numerics: str
     lines: Counter[Line] = field(default_factory=Counter)
     checkers: list[Checker] = field(default_factory=list)
+    programs: list[Programs] = field(default_factory=list)
     graphs: list[Graphs] = field(default_factory=list)
     models: list[Any] = field(default_factory=list)  # weak references
     planned: bool = False
@@ -75,6 +77,11 @@ class Record:
                 counts.setdefault(name, Counter())[fate] += count
         return {name: dict(c) for name, c in counts.items()}
 
+    @property
+    def blocks(self) -> list[BlockLine]:
+        """Blocks that run as generated kernels, one line for each class, once they have run."""
+        return [line for programs in self.programs for line in programs.described()]
+
     def count(self, kind: str, component: str | None = None) -> int:
         """How many modules of this class were replaced, in one component or in all."""
         return sum(
@@ -93,6 +100,7 @@ class Record:
             "replaced": self.replaced,
             "modules": [{**asdict(line), "count": n} for line, n in self.lines.items()],
             "sites": self.sites,
+            "blocks": [asdict(line) for line in self.blocks],
             "problems": [
                 {"module": f.module, "inputs": f.inputs, "problem": f.problem}
                 for f in self.problems

@@ -31,6 +31,7 @@ def render(report: Record) -> Iterator[Any]:
         table.add_row(*([component] if several else []), *cells, style=None if does else "dim")
     yield table
     yield summary(report)
+    yield from map(str, report.blocks)
     for finding in report.problems:
         yield f"! {finding.module} at {finding.inputs}: {finding.problem}; that stays eager"
     for finding in report.unchecked:

@@ -118,8 +118,9 @@ def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> 
             if blocks is None or not group.settled:
                 blocks = _pack(group, weights, biases)
                 _of_weights[first.untyped_storage()] = group
-    if group.why is not None:
-        return group.why
+    why = group.why
+    if why is not None or not blocks:
+        return why or SHARED  # no reason left: another thread has packed them since
     group.calls += 1
     return Packed(blocks[0], blocks[1] if biases else None, group.sizes)
 

@@ -23,6 +23,7 @@ from ...fuser import interpreter, planning, recording
 from ...fuser.expression import Load, walk
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels, Launched
+from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.recording import CannotRecord, Recording, opaque_layers
 from ...fuser.running import Executable, OtherShape
@@ -33,6 +34,7 @@ from ..runtime.forwards import hooked
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode, site
 from ..state.hooks import effect_of, effect_of_class
+from .prompt_values import PerForwardCache
 
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
 MAX_RECORDINGS = 512
@@ -56,18 +58,51 @@ def _key_of(value: Any) -> Any:
     return type(value)
 
 
+@dataclass(frozen=True)
+class BlockLine:
+    """What became of the blocks of one class: how many ops are in how many kernels, which are left
+    to PyTorch and how often, and why some have no kernel."""
+
+    kind: str
+    ops: int
+    kernels: int
+    left: dict[str, int]
+    why: tuple[str, ...]
+
+    def __str__(self) -> str:
+        left = ", ".join(f"{n} {op}" for op, n in self.left.items())
+        why = f" ({'; '.join(self.why)})" if self.why else ""
+        return f"{self.kind}: {self.ops} ops in {self.kernels} kernels; PyTorch's: {left}{why}"
+
+
+def _short(op: str) -> str:
+    """kernelwright.recorded_linear.default -> linear"""
+    return op.removeprefix("kernelwright.recorded_").removeprefix("aten.").partition(".")[0]
+
+
 @dataclass(eq=False)
 class Recorded:
     """A forward as programs, for all modules of one structure."""
 
+    kind: str
     recording: Recording
     executable: Executable
-    programs: int
-    ops: int
+    kernels: int
+    plan: Plan
+    shared: PerForwardCache = field(default_factory=PerForwardCache)
 
-    @property
-    def does(self) -> str:
-        return f"{self.ops} ops in {self.programs} kernels"
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """The result of a forward; what the blocks of a model share is made by the first of them.
+        A comparison makes everything anew."""
+        early, places = None, self.executable.early_inputs
+        if places and mode.notes is None and not mode.off:
+            first, *others = [inputs[place] for place in places]
+            early = self.shared(first, None, lambda: self.executable.early(inputs), others)
+        return self.recording.result(self.executable(inputs, early))
+
+    def described(self) -> BlockLine:
+        left = {_short(op): count for op, count in self.plan.left.items()}
+        return BlockLine(self.kind, self.plan.ops, self.kernels, left, tuple(self.plan.refused))
 
 
 @dataclass(eq=False)
@@ -88,15 +123,13 @@ class Bound:
         before, _running.layers = _running.layers, self.layers
         try:
             if not self.opaque:
-                outputs = self.recorded.executable(inputs)
-            else:
-                with opaque_layers(self.opaque):
-                    outputs = self.recorded.executable(inputs)
+                return self.recorded.run(inputs)
+            with opaque_layers(self.opaque):
+                return self.recorded.run(inputs)
         except OtherShape:
             return NotImplemented
         finally:
             _running.layers = before
-        return self.recorded.recording.result(outputs)
 
 
 class _Running(threading.local):
@@ -115,9 +148,14 @@ class Programs:
     exact: bool = True
     fp8_layers: Any = None
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
+    _last: dict[str, Recorded] = field(default_factory=dict)  # by class
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
         default_factory=WeakKeyDictionary
     )
+
+    def described(self) -> list[BlockLine]:
+        """What became of each class of blocks, as last recorded."""
+        return [found.described() for found in self._last.values()]
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a forward, or NotImplemented if the module's own has to run."""
@@ -166,6 +204,7 @@ class Programs:
                 self._shared[key] = found
         if isinstance(found, str):
             return found, None
+        self._last[found.kind] = found
         places = _places(module, found.recording.weights)
         layouts = [layout(holder[name]) for holder, name in places]
         layers = _layers(module, found.recording)
@@ -191,7 +230,8 @@ class Programs:
         runner = _Runner(type(module).__name__, programs, launched)
         executable = Executable(plan, runner, None if device is None else self._product)
         result, made.results = made.result(made.results), []
-        return Recorded(made, executable, len(programs), plan.ops), result
+        kind = type(module).__name__
+        return Recorded(kind, made, executable, len(programs), plan), result
 
     def _product(self, weight: str) -> Callable[..., Tensor]:
         """A linear layer: in fp8 if its layer is, else by the fastest algorithm."""

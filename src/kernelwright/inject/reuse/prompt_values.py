@@ -85,9 +85,13 @@ class Prompts:
 
 
 class _Last(threading.local):
-    source: ref[Tensor] | None = None
+    sources: Sequence[ref[Tensor]] = ()
     facts: Any = None
     value: Any = None
+
+    def is_of(self, sources: Sequence[Tensor], facts: Any) -> bool:
+        same = all(r() is t for r, t in zip(self.sources, sources, strict=False))
+        return same and len(self.sources) == len(sources) and self.facts == facts
 
 
 class PerForwardCache:
@@ -106,14 +110,18 @@ class PerForwardCache:
         # in this order: Dynamo must not guard on the serial number, which changes
         return can_cache(source, []) and bool(model_run.active.serial)
 
-    def __call__(self, source: Tensor, facts: Hashable, make: Callable[[], T]) -> T:
-        """`make()`, which depends on `source` and `facts` alone: once per forward of the model."""
-        if not self.is_allowed(source):
+    def __call__(
+        self, source: Tensor, facts: Hashable, make: Callable[[], T], others: Sequence[Tensor] = ()
+    ) -> T:
+        """`make()`, which depends on `source`, `facts` and `others` alone: once per forward of the
+        model."""
+        sources = (source, *others)
+        if not all(map(self.is_allowed, sources)):
             return make()
-        known = facts, source._version, phase(), model_run.active.token
+        known = facts, [t._version for t in sources], phase(), model_run.active.token
         last = self._last
-        if last.source is None or last.source() is not source or last.facts != known:
-            last.source, last.facts, last.value = ref(source), known, make()
+        if not last.is_of(sources, known):
+            last.sources, last.facts, last.value = list(map(ref, sources)), known, make()
         return last.value
 
 

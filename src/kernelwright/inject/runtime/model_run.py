@@ -35,6 +35,8 @@ class _ModelState:
     modules: frozenset[int]
     adapted: set[int]
     serial: int = field(default_factory=_numbers.__next__)
+    # by the id of a module inside it: whether that may run twice
+    repeatable: dict[int, bool] = field(default_factory=dict)
 
 
 class _Run(threading.local):
@@ -49,6 +51,7 @@ class _Run(threading.local):
     adapted: frozenset[int] | set[int] = EMPTY  # ids of layers with an adapter around them
     switches: Any = None
     samples: TensorSamples | None = None  # of the tensors that cached values depend on
+    repeatable: dict[int, bool] | None = None
 
 
 active = _Run()
@@ -70,6 +73,7 @@ def begin(
     active.token, active.model = next(_numbers), model
     active.run_once, active.modules = found.run_once, found.modules
     active.adapted, active.samples = found.adapted, samples
+    active.repeatable = found.repeatable
     active.serial = found.serial if found.run_once is None else 0
     kind = device_type(args, kwargs)
     active.switches, active.on_gpu = switches(kind), kind == "cuda"
@@ -95,6 +99,19 @@ def checks_samples() -> bool:
 def state_of(module: nn.Module) -> int:
     """The serial of the active model's state if it covers `module`, else 0."""
     return active.serial if id(module) in active.modules else 0
+
+
+def may_run_twice(module: nn.Module) -> bool:
+    """Whether nothing in a module has state or side effects: no hooks, no code of an unknown
+    library. For those of the active model this is found once for each of its states."""
+    if active.serial:  # nothing in the whole model has
+        return True
+    if active.repeatable is None or id(module) not in active.modules:
+        return why_run_once(module) is None
+    known = active.repeatable.get(id(module))
+    if known is None:
+        known = active.repeatable[id(module)] = why_run_once(module) is None
+    return known
 
 
 def device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -70,10 +70,11 @@ def following(module: nn.Module) -> nn.Module | None:
     after = _run.following.get(id(module))
     if after is None or hooked(module) or hooked(after) or (_refused and after in _refused):
         return None
-    # a serial means that nothing in the model has hooks; otherwise look at the block's children
+    # a serial means that nothing in the model has hooks; a hook may have put one on a child since
     if not model_run.active.serial and any(m and hooked(m) for m in after._modules.values()):
         return None
-    return after
+    # a block that finds itself changed does again what was done ahead for it
+    return after if model_run.may_run_twice(after) else None
 
 
 def offer(module: nn.Module, given: tuple[Tensor, ...], value: Any) -> None:

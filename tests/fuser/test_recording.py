@@ -1,0 +1,84 @@
+"""Recording a forward changes nothing: not its inputs, not PyTorch for other threads."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx._symbolic_trace import is_fx_tracing
+
+from fuser.blocks import Block, Small, drawn
+from kernelwright.fuser import planning
+from kernelwright.fuser.recording import CannotRecord, record
+from kernelwright.fuser.running import Executable
+
+
+def inputs(tokens=5):
+    return [t.float() for t in (drawn(2, tokens, 64), drawn(2, 64), drawn(tokens, 32))]
+
+
+def block_inputs(tokens=5):
+    x, condition, angles = inputs(tokens)
+    return x, condition, angles.cos(), angles.sin()
+
+
+WRITES = {
+    "all of it": lambda x: x.mul_(2),
+    "a part": lambda x: x[:, 0].add_(1),
+    "a view": lambda x: x.view(-1).zero_(),
+    "an item": lambda x: x.__setitem__(0, 1.0),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_an_input_that_is_written_to_is_found_and_left_as_it_was(how):
+    def forward(x):
+        WRITES[how](x)
+        return x + 1
+
+    x = drawn(2, 3, 4).float()
+    before = x.clone()
+    with pytest.raises(CannotRecord, match="it writes to its inputs"):
+        record(Small(forward), (x,), {})
+    assert torch.equal(x, before)
+
+
+def test_a_buffer_that_is_written_to_is_left_as_it_was():
+    module = Small(lambda x: x + module.total.add_(1))
+    module.register_buffer("total", torch.zeros(1))
+    with pytest.raises(CannotRecord, match="it writes to its inputs"):
+        record(module, (drawn(2, 3).float(),), {})
+    assert module.total.item() == 0
+
+
+def test_threads_record_one_after_the_other():
+    call, results = nn.Module.__call__, []
+
+    def work():
+        for tokens in (3, 4, 5):
+            results.append(record(Block(), block_inputs(tokens), {}))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 9
+    assert not is_fx_tracing()
+    assert nn.Module.__call__ is call
+
+
+def test_the_backend_of_attention_that_a_forward_chooses():
+    """Its choice is part of the recording; what was chosen outside is not."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend(q, k, v):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v) + 1
+
+    given = [drawn(1, 2, 40, 32, seed=i).float() for i in range(3)]
+    expected, plain = attend(*given), F.scaled_dot_product_attention(*given) + 1
+    assert not torch.equal(expected, plain)  # or this shows nothing
+    made = record(Small(attend), tuple(given), {})
+    assert torch.equal(Executable(planning.plan(made))(given)[0], expected)
