@@ -44,12 +44,57 @@ def test_an_input_that_is_written_to_is_found_and_left_as_it_was(how):
     assert torch.equal(x, before)
 
 
+class Total(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, x):
+        return x + self.total.add_(1)
+
+
 def test_a_buffer_that_is_written_to_is_left_as_it_was():
-    module = Small(lambda x: x + module.total.add_(1))
-    module.register_buffer("total", torch.zeros(1))
+    module = Total()
     with pytest.raises(CannotRecord, match="it writes to its inputs"):
         record(module, (drawn(2, 3).float(),), {})
     assert module.total.item() == 0
+
+
+def test_what_is_reached_around_the_module():
+    """A closure has the module itself, not the twin that is recorded."""
+    layer = nn.Linear(4, 4)
+    module = Small(lambda x: layer(x) + 1)
+    module.layer = layer
+    made = record(module, (drawn(2, 4).float(),), {})
+    assert made.weights == ("layer.weight", "layer.bias")
+    assert not made.constants
+    layer.register_buffer("table", torch.ones(4))
+    module.function = lambda x: x + layer.table
+    with pytest.raises(CannotRecord, match="a buffer that is not read from its own module"):
+        record(module, (drawn(2, 4).float(),), {})
+
+
+def test_others_run_the_module_while_it_is_recorded():
+    module, given = Block().eval(), block_inputs()
+    with torch.no_grad():
+        expected = module(*given)
+    done, differ = threading.Event(), []
+
+    @torch.no_grad()
+    def work():
+        while not done.is_set():
+            if not torch.equal(module(*given), expected):
+                differ.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(5):
+            record(module, given, {})
+    finally:
+        done.set()
+        thread.join()
+    assert not differ
 
 
 def test_threads_record_one_after_the_other():

@@ -1,11 +1,21 @@
 """Tests of injection leave diffusers and torch.compile as they found them."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 
+import kernelwright as kw
 from kernelwright.inject.reuse import packed_gemm
+
+
+@pytest.fixture(params=[True, False], ids=["recipes", "programs"])
+def either_way(request, monkeypatch):
+    """With the recipes of families, and with programs for every block."""
+    if not request.param:
+        for name in ("inject", "injected"):
+            monkeypatch.setattr(kw, name, partial(getattr(kw, name), recipes=False))
 
 
 @pytest.fixture(autouse=True)

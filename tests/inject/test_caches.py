@@ -129,6 +129,17 @@ def test_a_cache_gives_its_own_bits_in_an_injected_model(name, cache, when, grap
         assert all(same(denoised(model, inputs), plain))
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_gives_its_own_bits_with_programs(cache):
+    plain, want = expected("ltx-video", cache)
+    model, inputs = built("ltx-video")
+    kw.inject(model, recipes=False)
+    model.enable_cache(CACHES[cache]())
+    assert all(same(denoised(model, inputs), want))
+    model.disable_cache()
+    assert all(same(denoised(model, inputs), plain))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_two_prompts_keep_their_caches_apart(name):
     model, inputs = built(name)

@@ -34,6 +34,7 @@ def injected_now(model, inputs):
     return run(model, inputs), expected
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("numerics", ["exact", "fused"])
 def test_lora_before_and_after(ltx, numerics):
     model, inputs, plain = ltx
@@ -51,6 +52,7 @@ def test_lora_before_and_after(ltx, numerics):
     torch.testing.assert_close(run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_lora_scale_fuse_and_unload(ltx):
     model, inputs, plain = ltx
     lora(model)
@@ -78,6 +80,7 @@ def test_lora_scale_fuse_and_unload(ltx):
     assert left_behind(model) == []
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_cpu_offload_in_either_order(ltx, first):
     from accelerate import cpu_offload
@@ -107,6 +110,7 @@ def test_cpu_offload_in_either_order(ltx, first):
     assert not any(kw.inject.__module__ in repr(m.__dict__.get("forward")) for m in model.modules())
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_group_offload_in_either_order(ltx, first):
     from diffusers.hooks import apply_group_offloading
@@ -130,6 +134,7 @@ def test_group_offload_in_either_order(ltx, first):
     assert same(run(model, inputs), expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_hooks_on_inner_modules_still_run(ltx):
     model, inputs, _ = ltx
     kw.inject(model)
@@ -148,6 +153,7 @@ def test_hooks_on_inner_modules_still_run(ltx):
         handle.remove()
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_hook_that_changes_what_flows_between_blocks(ltx):
     model, inputs, plain = ltx
     kw.inject(model)
@@ -160,6 +166,7 @@ def test_a_hook_that_changes_what_flows_between_blocks(ltx):
     assert same(run(model, inputs), plain)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_block_that_is_skipped(ltx):
     model, inputs, _ = ltx
     kw.inject(model)
@@ -170,6 +177,7 @@ def test_a_block_that_is_skipped(ltx):
     assert same(got, expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_the_attention_backend_a_person_set(ltx):
     model, inputs, _ = ltx
     model.set_attention_backend("_native_math")

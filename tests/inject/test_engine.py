@@ -42,6 +42,7 @@ def test_a_target_that_is_no_model():
         kw.inject("ltx-video")
 
 
+@pytest.mark.usefixtures("either_way")
 def test_twice_then_once_restored(ltx):
     model, inputs, expected = ltx
     kw.inject(model, numerics="fused")
@@ -52,6 +53,7 @@ def test_twice_then_once_restored(ltx):
     assert kw.restore(model) == 0
 
 
+@pytest.mark.usefixtures("either_way")
 def test_state_and_parameters_are_the_same_objects(ltx):
     model, inputs, _ = ltx
     before = {n: id(p) for n, p in model.named_parameters()}
@@ -97,6 +99,7 @@ def test_an_exception_inside_restores(ltx):
     check_restored(model, inputs, expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_failing_forward_leaves_no_trace(ltx):
     model, inputs, expected = ltx
     with kw.injected(model):
@@ -105,6 +108,7 @@ def test_a_failing_forward_leaves_no_trace(ltx):
         assert same(run(model, inputs), expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_copy_is_injected_and_restored_by_itself(ltx):
     model, inputs, expected = ltx
     kw.inject(model)
@@ -121,6 +125,7 @@ def test_a_copy_is_injected_and_restored_by_itself(ltx):
     check_restored(twin, inputs, changed)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_pickle_gives_a_model_that_runs(ltx):
     model, inputs, expected = ltx
     kw.inject(model)
@@ -129,6 +134,7 @@ def test_pickle_gives_a_model_that_runs(ltx):
     assert same(run(loaded, inputs), expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_saved_and_loaded(ltx, tmp_path):
     model, inputs, expected = ltx
     kw.inject(model)
@@ -139,6 +145,7 @@ def test_saved_and_loaded(ltx, tmp_path):
     assert same(run(loaded, inputs), expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_another_dtype_afterwards(ltx):
     model, inputs, _ = ltx
     kw.inject(model)
@@ -153,6 +160,7 @@ def test_another_dtype_afterwards(ltx):
     assert same(result, run(model, wide))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_weights_changed_in_place_are_seen(ltx):
     model, inputs, expected = ltx
     kw.inject(model)
@@ -167,6 +175,7 @@ def test_weights_changed_in_place_are_seen(ltx):
     assert not same(result, expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_inference_mode(ltx):
     model, inputs, expected = ltx
     with kw.injected(model), torch.inference_mode():
@@ -174,6 +183,7 @@ def test_inference_mode(ltx):
             assert same(model(**inputs), expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_two_threads(ltx):
     model, inputs, expected = ltx
     half = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
@@ -254,6 +264,7 @@ def test_a_site_that_no_kernel_serves_is_said(ltx, monkeypatch):
     assert list(report.sites["gate + residual"]) == ["no order for this width"]
 
 
+@pytest.mark.usefixtures("either_way")
 def test_hooks_inside_run_once_a_forward(ltx):
     model, inputs, _ = ltx
     seen = []

@@ -10,6 +10,7 @@ from inject.harness import (
     check_fused,
     check_gradients,
     fused_sites,
+    programs_of,
     run,
     same,
 )
@@ -57,6 +58,12 @@ def test_fused_errs_no_more_than_eager():
     }
 
 
+def test_without_its_recipe_the_bits_are_the_same():
+    model, inputs = flux(torch.bfloat16)
+    blocks = {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
+    assert set(programs_of(check_exact(model, inputs, recipes=False))[0]) == blocks
+
+
 def test_several_prompts_and_no_guidance():
     model, inputs = flux(batch=2)
     check_exact(model, inputs)
@@ -65,6 +72,7 @@ def test_several_prompts_and_no_guidance():
     check_exact(distilled, inputs)
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("repeat", [False, True])
 def test_control_signals_between_blocks(repeat):
     model, inputs = flux()
@@ -142,6 +150,7 @@ def test_fused_projections():
     check_exact(model, inputs)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_the_attention_backend_a_person_set():
     model, inputs = flux()
     model.set_attention_backend("_native_math")
@@ -149,6 +158,7 @@ def test_the_attention_backend_a_person_set():
     model.reset_attention_backend()
 
 
+@pytest.mark.usefixtures("either_way")
 def test_lora_on_every_projection():
     from peft import LoraConfig
 
@@ -168,6 +178,7 @@ def test_lora_on_every_projection():
     torch.testing.assert_close(fused, run(model, inputs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_hooks_on_inner_modules_still_run():
     model, inputs = flux()
     kw.inject(model)

@@ -26,13 +26,13 @@ def near(a, b):
 class Pair:
     """An injected model and a twin; every change is made to both."""
 
-    def __init__(self, name, numerics="exact", lora_first=False):
+    def __init__(self, name, numerics="exact", lora_first=False, recipes=True):
         how = {"tiny": True, "dtype": torch.float32}
         self.twin, self.inputs = models.build(name, **how), models.inputs(name, **how)
         self.model = copy.deepcopy(self.twin)
         if lora_first:
             self.load("style")
-        kw.inject(self.model, numerics=numerics)
+        kw.inject(self.model, numerics=numerics, recipes=recipes)
 
     def do(self, change):
         for model in (self.twin, self.model):
@@ -57,14 +57,16 @@ class Pair:
         return got
 
 
-@pytest.fixture(params=NAMES)
-def name(request):
-    return request.param
+# one of them without its recipe, too
+@pytest.fixture(params=[*NAMES, "ltx-video as programs"])
+def kind(request):
+    name, _, programs = request.param.partition(" as ")
+    return {"name": name, "recipes": not programs}
 
 
 @pytest.fixture(params=[False, True], ids=["inject first", "lora first"])
-def pair(request, name):
-    made = Pair(name, lora_first=request.param)
+def pair(request, kind):
+    made = Pair(**kind, lora_first=request.param)
     if not request.param:
         made.plain = made.result()
         made.load("style")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernelwright as kw
-from inject.harness import check_exact, check_fused, fused_sites, run, same
+from inject.harness import check_exact, check_fused, fused_sites, programs_of, run, same
 from kernelwright import models
 from kernelwright.inject.reuse.rope_tables import Tables
 
@@ -36,11 +36,39 @@ def test_fused_errs_no_more_than_eager():
     assert sites["linear + GELU"] == len(model.transformer_blocks)
 
 
+def for_every_token(inputs):
+    batch, tokens = inputs["hidden_states"].shape[:2]
+    return {**inputs, "timestep": torch.rand(batch, tokens) * 1000}
+
+
+PROGRAMS = {"LTXVideoTransformerBlock"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_its_recipe_the_bits_are_the_same(dtype):
+    model, inputs = ltx(dtype)
+    report = check_exact(model, inputs, recipes=False)
+    assert set(programs_of(report)[0]) == PROGRAMS
+    whole = {**inputs, "encoder_attention_mask": torch.ones_like(inputs["encoder_attention_mask"])}
+    other = models.inputs("ltx-video", tiny=True, dtype=dtype, height=96, width=128)
+    cases = whole, for_every_token(inputs), other
+    expected = [run(model, given) for given in cases]
+    assert not same(expected[0], run(model, inputs))
+    with kw.injected(model, recipes=False) as report:
+        for given, wanted in zip(cases, expected, strict=True):
+            assert all(same(run(model, given), wanted) for _ in range(2))
+    assert not report.problems
+
+
+def test_without_its_recipe_fused_errs_no_more_than_eager():
+    report = check_fused(*ltx(torch.bfloat16), recipes=False)
+    assert set(programs_of(report)[0]) == PROGRAMS
+
+
 def test_a_timestep_for_every_token():
     """Image-to-video gives each token its own modulation: temb is [B, S, ...]."""
     model, inputs = ltx(torch.bfloat16)
-    batch, tokens = inputs["hidden_states"].shape[:2]
-    inputs["timestep"] = torch.rand(batch, tokens) * 1000
+    inputs = for_every_token(inputs)
     sites = fused_sites(check_exact(model, inputs))
     assert sites["gate + residual + norm + modulate"] == len(model.transformer_blocks) - 1
 

@@ -175,12 +175,11 @@ class _Planner:
     def _groups(self) -> list[list[fx.Node]]:
         """Stored nodes that are one program: of one stage and shape, and made of the same."""
         groups: list[_Group] = []
-        before: dict[fx.Node, set[fx.Node]] = {}  # all stored nodes that one is made of
+        of: dict[fx.Node, _Group] = {}
         for n in self.graph.nodes:
             if n not in self.stored:
                 continue
             inlined, direct = self._inlined(n), self._sources(n) & self.stored
-            before[n] = direct.union(*(before[d] for d in direct))
             large = {m for m in inlined if prod(shape_of_any(m)) * SMALL >= prod(shape_of(n))}
             for group in groups:
                 first = group.nodes[0]
@@ -189,14 +188,16 @@ class _Planner:
                 if not (large & group.made_of or direct & set(group.nodes)):
                     continue
                 # what it is made of must not wait for this very program
-                others = direct - set(group.nodes)
-                if any(before[d] & set(group.nodes) for d in others):
+                if any(of[d].waits_for(group) for d in direct - set(group.nodes)):
                     continue
                 group.nodes.append(n)
                 group.made_of |= large
                 break
             else:
-                groups.append(_Group([n], large))
+                group = _Group([n], large)
+                groups.append(group)
+            of[n] = group
+            group.after += [of[d] for d in direct if of[d] is not group]
         return [group.nodes for group in groups]
 
     def _programs(self) -> list[Program]:
@@ -250,24 +251,28 @@ class _Planner:
         for p in programs:
             for s in p.stores:
                 by_target.setdefault(s.target, []).append(p)
+        leaves = {n.name: n for n in self.kinds.leaves}
         steps: list[fx.Node | Program] = []
         done: set[int] = set()
 
         def run(name: str) -> None:
+            """Add what makes this tensor, after what that needs."""
             for program in by_target.get(name, ()):
-                if id(program) in done:
-                    continue
-                done.add(id(program))
-                for needed in program.loads:
-                    run(needed)
-                steps.append(program)
-
-        leaves = set(self.kinds.leaves)
-        for n in self.graph.nodes:
-            if n in leaves:
-                for i in n.all_input_nodes:
+                if id(program) not in done:
+                    done.add(id(program))
+                    for needed in program.loads:
+                        run(needed)
+                    steps.append(program)
+            leaf = leaves.get(name)
+            if leaf is not None and id(leaf) not in done:
+                done.add(id(leaf))
+                for i in leaf.all_input_nodes:
                     run(self.kinds.base[i].name)
-                steps.append(n)
+                steps.append(leaf)
+
+        for n in self.graph.nodes:
+            if n.name in leaves:
+                run(n.name)
         for program in programs:
             run(program.stores[0].target)
         left: dict[str, int] = {}
@@ -278,12 +283,24 @@ class _Planner:
         return Plan(self.graph, self.constants, steps, ops, left)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
-    """Stored nodes of one program, and what they are made of."""
+    """Stored nodes of one program, what they are made of, and the programs that it needs first."""
 
     nodes: list[fx.Node]
     made_of: set[fx.Node]
+    after: list[_Group] = field(default_factory=list)
+
+    def waits_for(self, other: _Group) -> bool:
+        pending, seen = [self], set()
+        while pending:
+            group = pending.pop()
+            if group is other:
+                return True
+            if group not in seen:
+                seen.add(group)
+                pending += group.after
+        return False
 
 
 @dataclass

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
+from .module_twin import twin_of
 
 
 class CannotRecord(Exception):
@@ -149,9 +150,8 @@ class _Opaque(nn.Module):
         return LAYER(args[0], self._number)
 
 
-@contextmanager
-def _standing_in(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace opaque layers inside a module for the time of its recording."""
+def _stand_in(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Replace opaque layers inside a module that is to be recorded."""
     numbers = {id(layer): i for i, layer in enumerate(layers)}
     put: list[tuple[dict[str, Any], str, nn.Module]] = []
     for parent in list(module.modules()) if layers else ():
@@ -160,11 +160,6 @@ def _standing_in(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Non
                 put.append((parent._modules, name, child))
     for holder, name, child in put:
         holder[name] = _Opaque(child, numbers[id(child)])
-    try:
-        yield
-    finally:
-        for holder, name, child in put:
-            holder[name] = child
 
 
 class _Whole(TorchFunctionMode):
@@ -258,7 +253,7 @@ def record(
             given[place] = tensor
         a, k = pytree.tree_unflatten(given, structure)
         with _Whole():
-            result = torch.func.functional_call(module, named, a, k)
+            result = torch.func.functional_call(twin, named, a, k)
         outputs, spec = pytree.tree_flatten(result)
         returned[:] = [spec]
         return outputs
@@ -271,17 +266,19 @@ def record(
 
     if any_autocast():
         raise CannotRecord("autocast")
+    twin = twin_of(module, opaque)
+    _stand_in(twin, opaque)
+    weights.update(_weights(twin))
     # make_fx patches nn.Module for all threads, and is not made for two at a time
-    with _one_at_a_time, _standing_in(module, opaque), opaque_layers(opaque):
+    with _one_at_a_time, opaque_layers(opaque):
         _layers.backends = sdp_backends()
-        weights.update(_weights(module))
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
             if type(t) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
         try:
             with torch.inference_mode(False), torch.no_grad():
-                parameters = {id(p) for p in module.parameters()}
+                parameters = {id(p) for p in twin.parameters()}
                 made = make_fx(kept)(*(t if id(t) in parameters else _copy(t) for t in tensors))
         except CannotRecord:
             raise
@@ -292,7 +289,9 @@ def record(
     graph, constants = made.graph, {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            constants[node.name] = getattr(made, node.target)
+            constants[node.name] = constant = getattr(made, node.target)
+            if any(constant is w for w in weights.values()):
+                raise CannotRecord("a buffer that is not read from its own module")
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotRecord(f"random numbers ({node.target})")
         if _writes_to_input(node):

@@ -157,6 +157,10 @@ class Programs:
         """What became of each class of blocks, as last recorded."""
         return [found.described() for found in self._last.values()]
 
+    def recorded(self, module: nn.Module, args: Any, kwargs: Any) -> Recorded | str:
+        """The forward of a module as programs, or why it cannot be."""
+        return self._recorded(module, args, kwargs, ())[0]
+
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a forward, or NotImplemented if the module's own has to run."""
         if torch.is_grad_enabled():

@@ -1,0 +1,37 @@
+"""A module of the same code and tensors that can be recorded while others run the original."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+
+from torch import nn
+
+OWN = ("_parameters", "_buffers", "_modules")
+
+
+def twin_of(root: nn.Module, shared: Sequence[nn.Module] = ()) -> nn.Module:
+    """A copy of a tree of modules, without copies of their tensors and other attributes.
+
+    Weights of the twin can be exchanged without anybody noticing. `shared` modules are not copied.
+    """
+    made: dict[int, nn.Module] = {id(m): m for m in shared}
+
+    def twin(module: nn.Module) -> nn.Module:
+        if id(module) in made:
+            return made[id(module)]
+        copy = made[id(module)] = object.__new__(type(module))
+        own = dict(vars(module))
+        own |= {name: dict(own[name]) for name in OWN}
+        vars(copy).update(own)
+        for name, child in module._modules.items():
+            copy._modules[name] = None if child is None else twin(child)
+        return copy
+
+    found = twin(root)
+    for copy in list(made.values()):
+        for name, value in list(vars(copy).items()):
+            # a forward that was set on the module itself is a method of it
+            if isinstance(value, MethodType) and id(value.__self__) in made:
+                vars(copy)[name] = MethodType(value.__func__, made[id(value.__self__)])
+    return found
