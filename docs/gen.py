@@ -10,6 +10,7 @@ from typing import Any
 
 import figures
 import goals
+import programs_table
 from fusion import picture
 
 from kernelwright import catalog
@@ -29,6 +30,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "numerics": goals.numerics,
     "splits": goals.splits,
     "hub-calls": figures.hub_calls,
+    "programs": programs_table.programs,
 }
 
 

@@ -74,6 +74,15 @@ def test_what_is_reached_around_the_module():
         record(module, (drawn(2, 4).float(),), {})
 
 
+def test_hooks_of_the_module_are_no_part_of_it():
+    module, seen = Block(), []
+    module.register_forward_hook(lambda module, args, out: seen.append(1) or 2 * out)
+    module.register_forward_pre_hook(lambda module, args: seen.append(1))
+    module.forward = lambda *given: seen.append(1)
+    assert record(module, block_inputs(), {}).graph
+    assert not seen
+
+
 def test_others_run_the_module_while_it_is_recorded():
     module, given = Block().eval(), block_inputs()
     with torch.no_grad():

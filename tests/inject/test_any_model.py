@@ -1,6 +1,7 @@
 """Models without a recipe: every transformer of diffusers, language models of transformers, and
 models of no library. They run as programs, with eager's bits."""
 
+import programs_table
 import pytest
 import torch
 from fuser.blocks import Block, drawn
@@ -9,7 +10,7 @@ from torch import nn
 import kernelwright as kw
 from inject.harness import check_restored, programs_of, run, same
 from inject.language import model_of, words
-from inject.small_models import LEFT_OUT, build, classes
+from inject.small_models import LANGUAGE, LEFT_OUT, build, classes
 from inject.test_falcon import SEVEN, falcon
 from kernelwright import models
 
@@ -54,18 +55,21 @@ def test_nearly_all_transformers_are_tested():
     assert len(classes()) - len(LEFT_OUT) >= 55
 
 
-LANGUAGE = {
-    "Gemma2": {"sliding_window": 4},
-    "Glm4": {},
-    "Granite": {},
-    "Mixtral": {"num_local_experts": 4},
-    "Olmo2": {},
-    "Phi3": {},
-}
-WITH_RECIPES = {"Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}}
+def test_the_table_in_the_docs_is_of_these_models():
+    found = programs_table.rows()
+    transformers = {row.model for row in found if "ForCausalLM" not in row.model}
+    assert transformers == set(classes()) - LEFT_OUT.keys() - BLOCKLESS
+    assert len({row.model for row in found}) == len(transformers) + len(LANGUAGE) + 2
+    assert {row.model: row.why for row in found if row.why} == STAY
+    for name in ("AllegroTransformer3DModel", "OvisImageTransformer2DModel"):
+        rows = [row for row in found if row.model == name]
+        assert rows == list(programs_table.recorded(name, *build(name))), "run docs/programs_table.py"
 
 
-@pytest.mark.parametrize("family", LANGUAGE)
+WITH_RECIPES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+
+@pytest.mark.parametrize("family", [f for f in LANGUAGE if f not in WITH_RECIPES])
 def test_a_language_model(family):
     model = model_of(family, **LANGUAGE[family])
     assert set(programs_of(check(model, words()))[0]) == {f"{family}DecoderLayer"}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from types import MethodType
 
 from torch import nn
 
 OWN = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def twin_of(root: nn.Module, shared: Sequence[nn.Module] = ()) -> nn.Module:
     """A copy of a tree of modules, without copies of their tensors and other attributes.
 
     Weights of the twin can be exchanged without anybody noticing. `shared` modules are not copied.
+    Calling it runs the forward of its class: hooks of the root and another forward set on it are
+    around that, and run whoever calls the root.
     """
     made: dict[int, nn.Module] = {id(m): m for m in shared}
 
@@ -34,4 +38,6 @@ def twin_of(root: nn.Module, shared: Sequence[nn.Module] = ()) -> nn.Module:
             # a forward that was set on the module itself is a method of it
             if isinstance(value, MethodType) and id(value.__self__) in made:
                 vars(copy)[name] = MethodType(value.__func__, made[id(value.__self__)])
+    vars(found).pop("forward", None)
+    vars(found).update({name: OrderedDict() for name in HOOKS})
     return found

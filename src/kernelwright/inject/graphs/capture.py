@@ -29,6 +29,7 @@ from .recorder import Recorder
 
 T = TypeVar("T")
 DRAWS = "it draws random numbers"
+NOTHING_READ = "it reads nothing on the host"
 
 
 class _Running(threading.local):
@@ -125,7 +126,7 @@ class Captured:
         if reads is not None:
             reads.collecting = False
             if not reads.kept:
-                raise Refusal("nothing that it reads on the host explains it")
+                raise Refusal(NOTHING_READ)
         versions = [t._version for t in memory]
         self._replay_prompt_graph: Callable[[], None] | None = None
         with _keeping() as (self._kept, self._dependencies), _autocast_without_cache(device):

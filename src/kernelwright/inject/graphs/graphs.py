@@ -21,7 +21,7 @@ from ..runtime.random_draws import generator_states
 from ..runtime.sites import equal
 from .assumptions import Assumptions
 from .buffers import Refusal
-from .capture import DRAWS, Captured, capturing, keep, relocations
+from .capture import DRAWS, NOTHING_READ, Captured, capturing, keep, relocations
 from .key import Call, check_surroundings, listed
 from .recorder import CudaRecorder, Recorder
 
@@ -252,7 +252,10 @@ def _twice(captured: Callable[[bool], Captured]) -> Captured:
     try:
         return captured(True)
     except Exception as second:
-        raise first from second
+        if str(second) == NOTHING_READ:
+            raise first from None
+        again = f"with what it reads on the host repeated: {_line(second)}"
+        raise Refusal(f"capture failed: {_line(first)}; {again}") from second
 
 
 class _Model:

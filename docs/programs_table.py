@@ -1,0 +1,99 @@
+"""What becomes of the blocks of models: a table for the docs, from `results/programs.json`.
+
+`python docs/programs_table.py` builds a small model of every class, records its blocks and writes that
+file; tests/inject/test_any_model.py checks that the same models give eager's bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "results" / "programs.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A class of blocks of a model: how many ops became how many kernels, and what stays
+    PyTorch's, or why all of it does."""
+
+    model: str
+    block: str
+    ops: int = 0
+    kernels: int = 0
+    left: dict[str, int] | None = None
+    why: str | None = None
+
+
+def rows() -> list[Row]:
+    return [Row(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
+
+
+def programs(results: Path) -> str:
+    """One line a class of blocks."""
+    lines = ["| model | block | ops → kernels | stays PyTorch's |", "|---|---|---|---|"]
+    before = None
+    for row in rows():
+        model = "" if row.model == before else f"`{row.model}`"
+        before = row.model
+        became = f"{row.ops} → {row.kernels}" if row.why is None else "–"
+        stays = row.why or ", ".join(f"{n} {op}" for op, n in (row.left or {}).items())
+        lines.append(f"| {model} | `{row.block}` | {became} | {stays} |")
+    return "\n".join(lines)
+
+
+def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
+    """The rows of one model. Its blocks are recorded with the inputs that it gives them."""
+    from kernelwright.fuser import planning, recording
+    from kernelwright.fuser.block_calls import block_calls
+    from kernelwright.fuser.index import CannotIndex
+    from kernelwright.fuser.program import Program
+    from kernelwright.inject.reuse.programs import _unknown_constant
+    from kernelwright.inject.runtime.input_key import has_state
+
+    for kind, (block, args, kwargs) in sorted(block_calls(model, inputs).items()):
+        if has_state(args, kwargs):
+            yield Row(name, kind, why="an input that it may write to")
+            continue
+        try:
+            made = recording.record(block, args, kwargs)
+            if why := _unknown_constant(block, made):
+                raise recording.CannotRecord(why)
+            plan = planning.plan(made)
+        except (recording.CannotRecord, CannotIndex) as no:
+            yield Row(name, kind, why=str(no))
+            continue
+        left: dict[str, int] = {}
+        for op, count in plan.left.items():
+            left[_short(op)] = left.get(_short(op), 0) + count
+        left.pop("getitem", None)  # one of the results of an op
+        kernels = sum(isinstance(step, Program) for step in plan.steps)
+        yield Row(name, kind, plan.ops, kernels, dict(sorted(left.items())))
+
+
+def _short(op: str) -> str:
+    """aten._softmax.default -> softmax, <built-in function getitem> -> getitem"""
+    name = re.sub(r"^.*(::|\.recorded_|^aten\.|function )", "", op).removeprefix("aten.")
+    return re.sub(r"[.>].*$", "", name).removeprefix("recorded_").strip("_").replace("_", " ")
+
+
+def record() -> list[Row]:
+    """Record every model that the tests have."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from inject.small_models import language_models, transformers
+
+    found: list[Row] = []
+    for name, (model, inputs) in (*transformers(), *language_models()):
+        found += recorded(name, model, inputs)
+    return found
+
+
+if __name__ == "__main__":
+    made = [asdict(row) for row in record()]
+    FILE.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

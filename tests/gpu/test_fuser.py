@@ -1,0 +1,230 @@
+"""Programs as kernels: PyTorch's bits, op by op over every 16-bit number, and block by block."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuser import blocks
+from fuser.blocks import Small
+from torch import fx, nn
+
+import kernelwright as kw
+from kernelwright import models
+from kernelwright.fuser import planning, recording, running
+from kernelwright.fuser.launching import Kernels
+
+pytestmark = pytest.mark.gpu
+HALF = [torch.bfloat16, torch.float16]
+
+
+def launched(module, *args):
+    """The result of a forward whose every op is in a kernel."""
+    recorded = recording.record(module, args, {})
+    kernels = Kernels()
+    plan = planning.plan(recorded, kernels.why_not)
+    assert not plan.refused
+    programs = [step for step in plan.steps if not isinstance(step, fx.Node)]
+    run = kernels.launched(programs, plan.values, torch.device("cuda", 0))
+
+    def runner(program, given, outputs):
+        run[id(program)]({**given, **outputs})
+
+    inputs = recorded.inputs(module, args, {})
+    return recorded.result(running.Executable(plan, runner)(inputs)), plan
+
+
+def same(a, b):
+    assert a.dtype == b.dtype
+    assert a.stride() == b.stride()
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def every_number(dtype):
+    return (
+        torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype).reshape(256, 256)
+    )
+
+
+UNARY = {
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "square": torch.square,
+    "power of two": lambda x: x.pow(2),
+    "power of a half": lambda x: x.pow(0.5),
+    "plus one": lambda x: 1 + x,
+    "scaled": lambda x: x * 0.1,
+    "divided": lambda x: x / 3.0,
+    "float": lambda x: x.float(),
+    "compared": lambda x: x > 0.3,
+    "chosen": lambda x: torch.where(x > 0, x, x * 2),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", UNARY)
+def test_ops_over_every_16_bit_number(name, dtype):
+    x = every_number(dtype)
+    got, _ = launched(Small(UNARY[name]), x)
+    assert same(got, UNARY[name](x))
+
+
+@pytest.mark.parametrize(
+    "name", ["exp", "sin", "cos", "tanh", "silu", "gelu", "gelu_tanh", "rsqrt"]
+)
+def test_ops_in_float32(name):
+    x = torch.randn(1 << 14, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    got, _ = launched(Small(UNARY[name]), x * 4)
+    assert same(got, UNARY[name](x * 4))
+
+
+BINARY = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "addcmul": lambda a, b: torch.addcmul(a, a, b),
+    "mixed": lambda a, b: a.float() * b + a,
+}
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("name", BINARY)
+def test_ops_of_two_operands(name, dtype):
+    a = torch.randn(512, 256, device="cuda").to(dtype)
+    b = torch.randn(512, 256, device="cuda").to(dtype)
+    got, _ = launched(Small(BINARY[name]), a, b)
+    assert same(got, BINARY[name](a, b))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_a_rotation_by_complex_numbers(dtype):
+    x = torch.randn(2, 300, 3, 128, device="cuda", dtype=torch.bfloat16)
+    angles = torch.randn(2, 300, 1, 64, device="cuda", dtype=torch.float64)
+    turned = torch.polar(torch.ones_like(angles), angles).to(dtype)
+    got, plan = launched(Small(lambda x, a: blocks.rotated_as_complex(x, a)), x, turned)
+    assert same(got, blocks.rotated_as_complex(x, turned))
+    assert len(plan.steps) == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 96, 160), (1, 67, 129), (3, 33, 64)])
+def test_tensors_that_lie_across_the_rows(shape):
+    batch, tokens, width = shape
+    x = torch.randn(batch, width, tokens, device="cuda").bfloat16().transpose(1, 2)
+    y = torch.randn(batch, tokens, width, device="cuda").bfloat16()
+
+    def forward(x, y):
+        return x + y * 2
+
+    got, _ = launched(Small(forward), x, y)
+    assert same(got, forward(x, y))
+
+
+@pytest.mark.parametrize("width", [64, 128, 768, 1536, 3072, 4096, 5120, 6144])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_norms_and_what_is_around_them(norm, width):
+    x = torch.randn(3, 77, width, device="cuda").bfloat16()
+    weight, scale = (
+        torch.randn(width, device="cuda").bfloat16(),
+        torch.randn(3, 1, width, device="cuda").bfloat16(),
+    )
+
+    def forward(x, weight, scale):
+        y = (
+            F.rms_norm(x, (width,), weight, 1e-6)
+            if norm == "rms"
+            else F.layer_norm(x, (width,), weight)
+        )
+        return y * (1 + scale) + x
+
+    got, plan = launched(Small(forward), x, weight, scale)
+    assert same(got, forward(x, weight, scale))
+    assert len(plan.steps) == 1
+
+
+def test_a_block_of_no_library():
+    model = blocks.Block(width=256).cuda().bfloat16().eval()
+    table = torch.randn(300, 128, device="cuda")
+    given = (
+        torch.randn(2, 300, 256, device="cuda").bfloat16(),
+        torch.randn(2, 256, device="cuda").bfloat16(),
+    )
+    with torch.no_grad():
+        want = model(*given, table, table)
+        got, _ = launched(model, *given, table, table)
+    assert same(got, want)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize("name", list(models.presets()))
+def test_presets_without_recipes_have_the_bits_of_eager(name, graphs):
+    how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
+    model, given = models.build(name, **how), models.inputs(name, **how)
+    with torch.no_grad():
+        want = model(**given)
+        report = kw.inject(model, recipes=False, graphs=graphs)
+        for _ in range(3):
+            got = model(**given)
+            assert _equal(got, want)
+    assert not report.problems
+    kw.restore(model)
+
+
+def _equal(a, b):
+    from kernelwright.inject.runtime.sites import equal
+
+    return equal(a, b)
+
+
+class ReadsOnHost(nn.Module):
+    """A mask that is read on the host, and a table that is copied from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+        self.table = torch.randn(128, 64)
+
+    def forward(self, x, mask):
+        rows = self.proj(x) + self.table[: x.shape[0]].to(x.device)
+        chosen = rows[mask]
+        return chosen * int(mask.sum()) + torch.tensor([1.0, 2.0] * 32, device=x.device)
+
+
+@torch.no_grad()
+def test_graphs_of_forwards_that_read_on_the_host():
+    from kernelwright.inject.graphs.graphs import Graphs
+
+    model, graphs = ReadsOnHost().eval(), Graphs()
+    model.proj.cuda()
+    mask = torch.arange(32, device="cuda") % 3 == 0
+    for seed in range(5):
+        x = torch.randn(32, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+        assert torch.equal(graphs(model, type(model).forward, (x, mask), {}), model(x, mask))
+    assert graphs.captured == 1, graphs.reasons
+    other = ~mask
+    assert torch.equal(graphs(model, type(model).forward, (x, other), {}), model(x, other))
+    model.table.mul_(2)
+    assert torch.equal(graphs(model, type(model).forward, (x, mask), {}), model(x, mask))
+
+
+@torch.no_grad()
+def test_the_backend_of_torch_compile():
+    how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
+    model, given = models.build("flux2-dev", **how), models.inputs("flux2-dev", **how)
+    from kernelwright.inject.compile_backend import kernelwright
+
+    compiled = torch.compile(model, backend=kernelwright)
+    for _ in range(2):
+        assert torch.equal(compiled(**given)[0], model(**given)[0])
