@@ -1,7 +1,7 @@
 """What becomes of the blocks of models: a table for the docs, from `results/programs.json`.
 
-`python docs/programs_table.py` builds a small model of every class, records its blocks and writes that
-file; tests/inject/test_any_model.py checks that the same models give eager's bits.
+`python docs/programs_table.py` builds a small model of every class, records its blocks and writes
+that file; tests/inject/test_any_model.py checks that the same models give eager's bits.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ STEPS_OF_DOUBLES: dict[Any, Callable[..., str]] = {
     PRODUCT[0]: lambda a, b, c, d: f"__fma_rn({a}, {c}, -__dmul_rn({b}, {d}))",
     PRODUCT[1]: lambda a, b, c, d: f"__fma_rn({a}, {d}, __dmul_rn({b}, {c}))",
 }
+COMPARISONS = frozenset(getattr(aten, n) for n in ("eq", "ne", "lt", "le", "gt", "ge"))
 TRUTH = frozenset(
     getattr(aten, name)
     for name in (
@@ -165,6 +166,10 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     make = STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")
+    if packet in COMPARISONS and types[-1] is None and types[0] is not None:
+        # PyTorch rounds the number to the dtype that it compares in
+        border = float_literal(torch.tensor(e.args[1], dtype=types[0]).item())
+        return lambda a: _rounded(make(a[0], border), e.dtype, exact)
     return lambda a: _rounded(make(*a), e.dtype, exact)
 
 

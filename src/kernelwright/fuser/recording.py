@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
+from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
 
 
@@ -201,7 +202,20 @@ def _rms(
 ) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:
         return F.rms_norm(input, normalized_shape, weight, eps)  # PyTorch runs it in parts, too
+    if eps is None:
+        eps = _eps[input.dtype, input.device]
     return RMS_NORM(input, list(normalized_shape), weight, eps)
+
+
+# what F.rms_norm adds if it is given no eps; it cannot be asked while a forward is recorded
+_eps: dict[tuple[torch.dtype, torch.device], float] = {}
+
+
+def _find_eps(tensors: Sequence[Tensor]) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for device in {t.device for t in tensors}:
+            if (dtype, device) not in _eps:
+                _eps[dtype, device] = default_eps(dtype, device)
 
 
 _KEPT: dict[Any, Callable[..., Any]] = {
@@ -276,6 +290,7 @@ def record(
         for t in tensors:
             if type(t) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
+        _find_eps(tensors)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 parameters = {id(p) for p in twin.parameters()}

@@ -96,7 +96,7 @@ class Executable:
         late = [s for s in steps if s not in early]
         written = set().union(*(s.writes for s in early))
         self._shared = sorted(written & needed.union(*(s.reads for s in late)))
-        self._early = [s.run for s in early]
+        self._early = _letting_go(early, needed | set(self._shared))
         self._late = _letting_go(late, needed | written)
 
     def __call__(self, inputs: Sequence[Tensor], early: Sequence[Any] | None = None) -> list[Any]:
@@ -141,6 +141,8 @@ class Executable:
                 )
             if step.product:
                 flowing |= found
+        if not any(step.product for step in steps):
+            return [], []
         pairs = list(zip(steps, of_step, strict=True))
         early = [s for s, found in pairs if found and not found & flowing]
         # a value that is only partly early is none: what is shared must not be written to

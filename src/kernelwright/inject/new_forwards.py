@@ -10,6 +10,7 @@ from torch import nn
 
 from .fusions import Fusions
 from .graphs.capture import capturing
+from .graphs.host_reads import reading
 from .recipes._recipe import Chain, Forward, Patch
 from .runtime import forwards, model_run, work_ahead
 from .runtime.input_key import signature
@@ -74,7 +75,9 @@ def model_forward(
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with model_run.begin(self, args, kwargs, fusions.samples):
             samples = fusions.samples
-            outermost = model_run.is_outermost(self) and not capturing()
+            # reading samples is no part of a graph, nor of the run before its capture
+            captured = capturing() or reading()
+            outermost = model_run.is_outermost(self) and not captured
             # fp8 weights are used even where other cached values are not
             needed = model_run.checks_samples() or fusions.fp8_layers is not None
             check = samples.check() if outermost and samples and needed else unchanged

@@ -13,6 +13,7 @@ on tensors that it did not make itself: the graph is valid until one of those is
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,19 @@ INDEXED = frozenset((aten.index.Tensor, aten.index_put_.default, aten.index_put.
 OTHER_VALUES = "a value that its forward reads on the host is another than at its capture"
 
 
+class _Running(threading.local):
+    reading = 0
+
+
+_running = _Running()
+
+
+def reading() -> bool:
+    """Whether what this thread reads on the host is recorded or repeated: our own checks must not
+    be part of that."""
+    return _running.reading > 0
+
+
 class HostReads:
     """What a forward reads from the device, and copies to it, in order."""
 
@@ -50,9 +64,13 @@ class HostReads:
     def running(self) -> Iterator[None]:
         """Record what this thread reads if `collecting`, else repeat it."""
         self._next, self._flags, self._made = 0, [], {}
-        with own_dispatch_mode(), torch_internals.lifting_cpu_tensors(), _Mode(self):
-            yield
-        self._made = {}
+        _running.reading += 1
+        try:
+            with own_dispatch_mode(), torch_internals.lifting_cpu_tensors(), _Mode(self):
+                yield
+        finally:
+            _running.reading -= 1
+            self._made = {}
 
     def finish(self) -> None:
         """To be captured after the forward: whether all values are those of the capture."""

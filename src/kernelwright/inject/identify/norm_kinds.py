@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...backends.torch_internals import mark_constant
+from ...ops.row import default_eps as row_eps
 from ...ops.row.reference import eager_norm
 from ..state.hooks import PLAIN_FORWARDS
 from ..state.module_state import State
@@ -38,17 +39,9 @@ class Norm:
 
 @mark_constant
 def default_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """What F.rms_norm adds if eps is None. It depends on the version of PyTorch: the eps of the
-    dtype, or of float32, in which it computes."""
-    return _default_eps(dtype, device)
-
-
-@cache  # not on the function above: torch.compile unwraps a cache and would lose `given`
-def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
-    x = torch.full((1, 8), 2.0**-10, dtype=dtype, device=device)
-    y = float(F.rms_norm(x, (8,))[0, 0])
-    guesses = (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    return min(guesses, key=lambda eps: abs(2.0**-10 * (2.0**-20 + eps) ** -0.5 - y))
+    """What F.rms_norm adds if eps is None. A function of its own: torch.compile unwraps a cache and
+    would lose `given`."""
+    return row_eps.default_eps(dtype, device)
 
 
 _found: WeakKeyDictionary[nn.Module, tuple[State, Norm | str]] = WeakKeyDictionary()

@@ -20,6 +20,8 @@ from torch import nn
 
 from ...backends import torch_internals
 from ...backends.torch_internals import dispatch_modes
+from ..graphs.capture import capturing
+from ..graphs.host_reads import reading
 from ..runtime import model_run, work_ahead
 from ..runtime.input_key import on_meta, signature
 from ..runtime.sites import Forward, mode
@@ -115,7 +117,9 @@ class Checker(Findings):
         kwargs: Any,
     ) -> Any:
         """The result of a call that has no verdict yet; finds one if possible."""
-        if on_meta(args, kwargs) or dispatch_modes():
+        # a comparison reads values on the host, which is no part of a graph
+        captured = capturing() or reading()
+        if captured or on_meta(args, kwargs) or dispatch_modes():
             return run_eager(module, eager, args, kwargs)
         comparison = Comparison(self, module, record, key, fused, eager, args, kwargs)
         # `get`: another thread may finish its own first sight, and remove the entry, at any moment
