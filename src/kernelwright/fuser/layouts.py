@@ -24,7 +24,7 @@ from .index import Affine
 from .lowering import Shape
 from .program import Program, Store
 
-# rows and elements along them from which on a copy is worth its launch
+# rows and elements along them from which on a copy is worth its launch; one warp of each, not tuned
 LONG = 32
 # the name of the copy of a tensor that lies in rows
 IN_ROWS = "_in_rows"

@@ -27,6 +27,7 @@ def update(readme: Path, results: Path) -> None:
     sections: dict[str, Callable[[], str]] = {
         "ops": lambda: catalog.markdown(catalog.entries()),
         "models": lambda: models(results / "h200" / "models"),
+        "few-layers": lambda: models(results / "h200" / "few-layers"),
         "videos": lambda: videos(results / "h200" / "videos"),
     }
     text = readme.read_text()

@@ -49,6 +49,8 @@ class Workload:
             words.append(f"{sizes['tokens']} tokens")
         if sizes.get("batch", 1) > 1:
             words.append(f"batch {sizes['batch']}")
+        if "layers" in sizes:
+            words.append(f"{sizes['layers']} layers")
         return " ".join(words)
 
     @property
