@@ -1,4 +1,4 @@
-"""What becomes of the blocks of models: a table for the docs, from `results/programs.json`.
+"""What becomes of the blocks of models: a table for the docs, from `docs/programs.json`.
 
 `python docs/programs_table.py` builds a small model of every class, records its blocks and writes
 that file; tests/inject/test_any_model.py checks that the same models give eager's bits.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "results" / "programs.json"
+FILE = ROOT / "docs" / "programs.json"
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,15 @@ def test_compiled_whole():
     check_compiled(Transformer().eval(), latents())
 
 
-@pytest.mark.xfail(strict=True, reason="Dynamo cannot trace forwards.class_forward of such a class")
 def test_compiled_whole_with_a_block_that_diffusers_allows_in_graphs():
     check_compiled(*build("QwenImageTransformer2DModel"))
+
+
+def test_a_block_with_a_part_that_is_skipped_is_left_alone():
+    model, inputs = build("QwenImageTransformer2DModel")
+    report = kw.inject(model, skip="transformer_blocks.0.attn")
+    lines = {line.left_alone for line in report.lines if line.kind.endswith("TransformerBlock")}
+    assert "skip names a part of it" in lines
+    with torch.no_grad():
+        model(**inputs)
+    kw.restore(model)

@@ -40,7 +40,9 @@ def module_forward(
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return (fused if known else own)(self, *args, **kwargs)
+            # what is recorded when it runs is no part of a trace
+            traced = fused if known and patch.signature is None else own
+            return traced(self, *args, **kwargs)
         return checker.run(self, fused, eager, args, kwargs)
 
     fused.own, fused.known, fused.patch = own, known, patch  # type: ignore[attr-defined]

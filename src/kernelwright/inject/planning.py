@@ -171,9 +171,18 @@ class _Plan:
         """Why a module that matches a recipe keeps its forward, or None."""
         if no := self.selection.leaves_out(self.part, name, module):
             return no
+        if patch is BLOCK and self._skips_inside(name, module):
+            return "skip names a part of it"
         if patch is not None and self.options.numerics == "exact" and patch.not_exact:
             return patch.not_exact
         return forwards.why_not(module)
+
+    def _skips_inside(self, name: str, module: nn.Module) -> bool:
+        """Whether the user names a part of a module that is to be left as it is."""
+        if not self.selection.skip:
+            return False
+        parts = ((f"{name}.{inner}", m) for inner, m in module.named_modules() if inner)
+        return any(self.selection.leaves_out(self.part, *part) for part in parts)
 
     def _quantise(self, layers: Fp8Layers) -> None:
         """Choose the fp8 forward for the linear layers of the blocks."""

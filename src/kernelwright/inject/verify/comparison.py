@@ -89,13 +89,13 @@ class Comparison:
     def _side_by_side(self) -> Any:
         """Run eager, then fused, and compare."""
         ahead = work_ahead.is_offered(self.module)
-        given = versions(self.args, self.kwargs)
+        given = versions((self.args, *self.module.buffers()), self.kwargs)
         states = random_draws.generator_states(self.args, self.kwargs)
         expected = self._eager()
         if (
             self.record.state.ignore_changed(self.module)
             or random_draws.generator_states(self.args, self.kwargs) != states
-            or versions(self.args, self.kwargs) != given
+            or versions((self.args, *self.module.buffers()), self.kwargs) != given
         ):
             self.record.run_once = "it has state, or draws random numbers"
             return expected
