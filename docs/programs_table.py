@@ -54,7 +54,7 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
     from kernelwright.fuser.block_calls import block_calls
     from kernelwright.fuser.index import CannotIndex
     from kernelwright.fuser.program import Program
-    from kernelwright.inject.reuse.programs import _unknown_constant
+    from kernelwright.inject.reuse.programs import _unknown_constant, little_to_gain
     from kernelwright.inject.runtime.input_key import has_state
 
     for kind, (block, args, kwargs) in sorted(block_calls(model, inputs).items()):
@@ -74,6 +74,9 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
             left[_short(op)] = left.get(_short(op), 0) + count
         left.pop("getitem", None)  # one of the results of an op
         kernels = sum(isinstance(step, Program) for step in plan.steps)
+        if why := little_to_gain(plan.ops, kernels):
+            yield Row(name, kind, why=why)
+            continue
         yield Row(name, kind, plan.ops, kernels, dict(sorted(left.items())))
 
 

@@ -46,7 +46,8 @@ def test_a_transformer_of_diffusers(name):
     report = check(*build(name))
     assert report.findings
     fates = report.sites.get("forward as programs", {})
-    assert set(fates) == ({STAY[name]} if name in STAY else set())
+    stay = {why for why in fates if not why.startswith("little to gain")}
+    assert stay == ({STAY[name]} if name in STAY else set())
     assert bool(programs_of(report)[0]) == (name not in STAY and name not in RECIPES)
 
 
@@ -60,7 +61,8 @@ def test_the_table_in_the_docs_is_of_these_models():
     transformers = {row.model for row in found if "ForCausalLM" not in row.model}
     assert transformers == set(classes()) - LEFT_OUT.keys()
     assert len({row.model for row in found}) == len(transformers) + len(LANGUAGE) + 2
-    assert {row.model: row.why for row in found if row.why} == STAY
+    stay = {row.model: row.why for row in found if row.why and "little to gain" not in row.why}
+    assert stay == STAY
     for name in ("AllegroTransformer3DModel", "OvisImageTransformer2DModel"):
         rows = [row for row in found if row.model == name]
         assert rows == list(programs_table.recorded(name, *build(name))), (

@@ -92,6 +92,19 @@ def lifting_cpu_tensors() -> Iterator[None]:
         _lift_only(before)
 
 
+_tracing: Callable[..., Any] = _named("torch._guards.tracing")
+_context: Callable[..., Any] = _named("torch._guards.TracingContext")
+_fake_mode: Callable[..., Any] = _named("torch._subclasses.FakeTensorMode")
+
+
+@contextmanager
+def one_fake_mode() -> Iterator[None]:
+    """make_fx keeps shape and strides of every result as a fake tensor, and makes a new mode for
+    each of them unless it finds one: a third of the time of recording a block."""
+    with _tracing(_context(_fake_mode(allow_fallback_kernels=True))):
+        yield
+
+
 def only_default_devices() -> bool:
     """Whether every torch function mode around this call is a default device."""
     from torch.utils._device import DeviceContext

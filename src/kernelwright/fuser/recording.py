@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from ..backends.torch_internals import any_autocast, pytree
+from ..backends.torch_internals import any_autocast, one_fake_mode, pytree
 from ..ops import library
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
@@ -292,7 +292,7 @@ def record(
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
         _find_eps(tensors)
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), one_fake_mode():
                 parameters = {id(p) for p in twin.parameters()}
                 made = make_fx(kept)(*(t if id(t) in parameters else _copy(t) for t in tensors))
         except CannotRecord:

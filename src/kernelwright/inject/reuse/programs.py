@@ -36,6 +36,8 @@ from ..runtime.sites import declined, eagerly, mode, site
 from ..state.hooks import effect_of, effect_of_class
 from .prompt_values import PerForwardCache
 
+# kernels for each op from which on a recording is not used: PyTorch's own are as fast
+WORTH = 0.75
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
 MAX_RECORDINGS = 512
 
@@ -70,6 +72,8 @@ class BlockLine:
     why: tuple[str, ...]
 
     def __str__(self) -> str:
+        if not self.kernels:
+            return f"{self.kind}: runs as it did: {'; '.join(self.why)}"
         left = ", ".join(f"{n} {op}" for op, n in self.left.items())
         why = f" ({'; '.join(self.why)})" if self.why else ""
         return f"{self.kind}: {self.ops} ops in {self.kernels} kernels; PyTorch's: {left}{why}"
@@ -148,14 +152,17 @@ class Programs:
     exact: bool = True
     fp8_layers: Any = None
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
-    _last: dict[str, Recorded] = field(default_factory=dict)  # by class
+    _last: dict[str, Recorded | str] = field(default_factory=dict)  # by class
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
         default_factory=WeakKeyDictionary
     )
 
     def described(self) -> list[BlockLine]:
         """What became of each class of blocks, as last recorded."""
-        return [found.described() for found in self._last.values()]
+        return [
+            BlockLine(kind, 0, 0, {}, (found,)) if isinstance(found, str) else found.described()
+            for kind, found in self._last.items()
+        ]
 
     def recorded(self, module: nn.Module, args: Any, kwargs: Any) -> Recorded | str:
         """The forward of a module as programs, or why it cannot be."""
@@ -196,6 +203,7 @@ class Programs:
         if why is None and has_state(args, kwargs):
             why = "an input that it may write to"
         if why is not None:
+            self._last.setdefault(type(module).__name__, why)
             return why, None
         key = structure_of(module, opaque), signed, torch.is_inference_mode_enabled()
         result = None
@@ -206,9 +214,9 @@ class Programs:
                 if len(self._shared) >= MAX_RECORDINGS:
                     self._shared.clear()
                 self._shared[key] = found
+        self._last[type(module).__name__] = found
         if isinstance(found, str):
             return found, None
-        self._last[found.kind] = found
         places = _places(module, found.recording.weights)
         layouts = [layout(holder[name]) for holder, name in places]
         layers = _layers(module, found.recording)
@@ -228,8 +236,8 @@ class Programs:
         except (CannotRecord, CannotIndex) as no:
             return str(no), None
         programs = [step for step in plan.steps if isinstance(step, Program)]
-        if not programs:
-            return "nothing in it that is not PyTorch's already", None
+        if why := little_to_gain(plan.ops, len(programs)):
+            return why, None
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = _Runner(type(module).__name__, programs, launched)
         executable = Executable(plan, runner, None if device is None else self._product)
@@ -248,6 +256,12 @@ class Programs:
             return algorithms.linear(x, w, bias) if y is None else y
 
         return product
+
+
+def little_to_gain(ops: int, kernels: int) -> str | None:
+    """Why a recording is not worth using, or None if it is."""
+    few = kernels > WORTH * ops
+    return f"little to gain: {ops} ops would be {kernels} kernels" if few else None
 
 
 def _layers(root: nn.Module, made: Recording) -> dict[str, nn.Module]:
@@ -292,7 +306,13 @@ class _Runner:
     def _kernel(self, program: Program, given: Any, outputs: Any) -> None:
         if not self.launched:
             return interpreter.run(program, given, outputs)
-        return self.launched[id(program)]({**given, **outputs})
+        try:
+            return self.launched[id(program)]({**given, **outputs})
+        except Unsupported:
+            if mode.notes is not None:
+                raise
+            # a weight that was moved to an address that no vector begins at
+            return interpreter.run(program, given, outputs)
 
     @staticmethod
     def _eager(program: Program, given: Any, outputs: Any) -> list[Tensor]:
