@@ -294,7 +294,10 @@ def record(
         try:
             with torch.inference_mode(False), torch.no_grad(), one_fake_mode():
                 parameters = {id(p) for p in twin.parameters()}
-                made = make_fx(kept)(*(t if id(t) in parameters else _copy(t) for t in tensors))
+                # not the parameters themselves: tracing leaves weak references to what it is given,
+                # and torch.utils.swap_tensors refuses tensors that have some
+                given = [t.detach() if id(t) in parameters else _copy(t) for t in tensors]
+                made = make_fx(kept)(*given)
         except CannotRecord:
             raise
         except torch.OutOfMemoryError:
@@ -306,7 +309,7 @@ def record(
         if node.op == "get_attr":
             constants[node.name] = constant = getattr(made, node.target)
             if any(constant is w for w in weights.values()):
-                raise CannotRecord("a buffer that is not read from its own module")
+                raise CannotRecord("a weight that is not read from its own module")
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotRecord(f"random numbers ({node.target})")
         if _writes_to_input(node):
