@@ -104,7 +104,8 @@ class _Plan:
         self.checker.changed = self.fusions.forget_norms
         self.injection = Injection(ref(part.model), self.checker)
         self.lines: Counter[Line] = Counter()
-        self.blocks = set(blocks(part.model))
+        # recording and compiling pay off where a block runs at every step, not once per picture
+        self.blocks = set(blocks(part.model)) if part.denoises else set()
 
     def make(self) -> Injection:
         self._replace_modules()
