@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ def _counts(name: str) -> bool:
 def _described(value: Any) -> Any:
     """What has to be the same: values where they compare, else the very object."""
     if isinstance(value, Tensor):
-        return "tensor", id(value)
+        return _Same(value)
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_described, value))
     if isinstance(value, dict):
@@ -45,12 +46,33 @@ def _described(value: Any) -> Any:
         return type(value), value
     if has_settings(value) and not hasattr(value, "to_dict"):  # a processor, not a config
         names = sorted(vars(value))
-        return type(value), tuple((n, _plain_or_id(vars(value)[n])) for n in names)
-    return id(value)
+        return type(value), tuple((n, _plain_or_same(vars(value)[n])) for n in names)
+    return _Same(value)
 
 
-def _plain_or_id(value: Any) -> Any:
-    return value if is_plain_value(value) else id(value)
+def _plain_or_same(value: Any) -> Any:
+    return value if is_plain_value(value) else _Same(value)
+
+
+class _Same:
+    """Equal to what holds the very same object. An id alone would be equal to that of another
+    object that takes the place of a freed one."""
+
+    __slots__ = ("_hash", "_held")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._held: Callable[[], Any] = ref(value)
+        except TypeError:  # an object with slots
+            self._held = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        held = self._held()
+        return isinstance(other, _Same) and held is not None and held is other._held()
 
 
 def _weights(module: nn.Module) -> tuple[Any, ...]:

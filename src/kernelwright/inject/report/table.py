@@ -32,6 +32,9 @@ def render(report: Record) -> Iterator[Any]:
     yield table
     yield summary(report)
     yield from map(str, report.blocks)
+    for programs in report.programs:
+        for (where, why), count in programs.fell_back.items():
+            yield f"! {where}: {count} calls ran PyTorch's ops: {why}"
     for finding in report.problems:
         yield f"! {finding.module} at {finding.inputs}: {finding.problem}; that stays eager"
     for finding in report.unchecked:

@@ -8,6 +8,7 @@ and what is bound here belongs to that verdict (`mode.cache_scope`).
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +56,9 @@ def _key_of(value: Any) -> Any:
         return type(value), tuple([_key_of(v) for v in value])
     if isinstance(value, dict):
         return tuple([(k, _key_of(v)) for k, v in value.items()])
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, float):
+        return float, repr(value)  # 0.0 == -0.0, but they may give other results
+    if value is None or isinstance(value, bool | int | str):
         return type(value), value
     return type(value)
 
@@ -120,9 +123,10 @@ class Bound:
     layers: dict[str, nn.Module]  # the layer of each weight that is a matrix
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
+        """The result of a forward, or a `str`: why the module's own has to run this time."""
         weights = [holder[name] for holder, name in self.places]
         if list(map(layout, weights)) != self.layouts:
-            return NotImplemented
+            return "weights of another layout than when they were recorded"
         inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
         before, _running.layers = _running.layers, self.layers
         try:
@@ -131,7 +135,7 @@ class Bound:
             with opaque_layers(self.opaque):
                 return self.recorded.run(inputs)
         except OtherShape:
-            return NotImplemented
+            return "a result whose shape depends on values has another one"
         finally:
             _running.layers = before
 
@@ -151,6 +155,8 @@ class Programs:
 
     exact: bool = True
     fp8_layers: Any = None
+    # calls of blocks of a class, or of a program, that ran otherwise than compared, and why
+    fell_back: Counter[tuple[str, str]] = field(default_factory=Counter)
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
     _last: dict[str, Recorded | str] = field(default_factory=dict)  # by class
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
@@ -186,7 +192,11 @@ class Programs:
                 return result
         if isinstance(found, str):
             return self._declined(found)
-        return found(args, kwargs)
+        result = found(args, kwargs)
+        if isinstance(result, str):
+            self.fell_back[found.recorded.kind, result] += 1
+            return self._declined(result)
+        return result
 
     @staticmethod
     def _declined(why: str) -> Any:
@@ -239,7 +249,7 @@ class Programs:
         if why := little_to_gain(plan.ops, len(programs)):
             return why, None
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
-        runner = _Runner(type(module).__name__, programs, launched)
+        runner = _Runner(type(module).__name__, programs, launched, self.fell_back)
         executable = Executable(plan, runner, None if device is None else self._product)
         result, made.results = made.result(made.results), []
         kind = type(module).__name__
@@ -280,10 +290,14 @@ class _Runner:
     """Runs the programs of one recording, each as a site of its own."""
 
     def __init__(
-        self, kind: str, programs: Sequence[Program], launched: Mapping[int, Launched]
+        self,
+        kind: str,
+        programs: Sequence[Program],
+        launched: Mapping[int, Launched],
+        fell_back: Counter[tuple[str, str]],
     ) -> None:
         self.names = {id(p): f"program {i + 1} of {kind}" for i, p in enumerate(programs)}
-        self.launched = launched
+        self.launched, self.fell_back = launched, fell_back
 
     def __call__(self, program: Program, given: Any, outputs: Any) -> None:
         if mode.notes is None and not mode.off:
@@ -308,10 +322,11 @@ class _Runner:
             return interpreter.run(program, given, outputs)
         try:
             return self.launched[id(program)]({**given, **outputs})
-        except Unsupported:
+        except Unsupported as no:
             if mode.notes is not None:
                 raise
             # a weight that was moved to an address that no vector begins at
+            self.fell_back[self.names[id(program)], str(no)] += 1
             return interpreter.run(program, given, outputs)
 
     @staticmethod

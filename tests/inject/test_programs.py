@@ -1,0 +1,61 @@
+"""Recorded blocks that cannot run as recorded run their own forward, and the report says so."""
+
+import torch
+from fuser.blocks import Block, drawn
+from torch import nn
+
+import kernelwright as kw
+from kernelwright.inject.identify.structure import structure_of
+from kernelwright.inject.reuse.programs import signature
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x, condition, cos, sin):
+        for block in self.blocks:
+            x = block(x, condition, cos, sin)
+        return x
+
+
+def inputs():
+    table = drawn(8, 32, dtype=torch.float32)
+    return drawn(2, 8, 64, dtype=torch.float32), drawn(2, 64, dtype=torch.float32), table, table
+
+
+@torch.no_grad()
+def test_weights_of_another_layout_run_as_they_did():
+    model, given = Model().eval(), inputs()
+    report = kw.inject(model)
+    model(*given)
+    weight = model.blocks[0].out.weight
+    weight.data = weight.data.t().contiguous().t()
+    got = model(*given)
+    kw.restore(model)
+    assert torch.equal(got, model(*given))
+    assert list(report.programs[0].fell_back.values()) == [1]
+    assert "1 calls ran PyTorch's ops: weights of another layout" in str(report).replace("\n", " ")
+
+
+def test_a_negative_zero_is_another_number():
+    assert signature((0.0,), {}) != signature((-0.0,), {})
+    assert signature((float("nan"),), {}) == signature((float("nan"),), {})
+    assert signature((1,), {}) != signature((True,), {})
+
+
+class Settings:
+    pass
+
+
+def test_an_object_in_the_place_of_a_freed_one_is_another():
+    module, seen = nn.Linear(2, 2), []
+    for _ in range(8):
+        held = Settings()
+        held.to_dict = None  # as a config: compared by identity
+        module.settings = held
+        seen.append(structure_of(module))
+        assert seen[-1] == structure_of(module)
+        del held
+    assert all(seen[-1] != other for other in seen[:-1])
