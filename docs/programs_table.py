@@ -7,7 +7,6 @@ that file; tests/inject/test_any_model.py checks that the same models give eager
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -54,6 +53,7 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
     from kernelwright.fuser.block_calls import block_calls
     from kernelwright.fuser.index import CannotIndex
     from kernelwright.fuser.program import Program
+    from kernelwright.fuser.readable import short_counts
     from kernelwright.inject.reuse.programs import _unknown_constant, little_to_gain
     from kernelwright.inject.runtime.input_key import has_state
 
@@ -69,21 +69,11 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
         except (recording.CannotRecord, CannotIndex) as no:
             yield Row(name, kind, why=str(no))
             continue
-        left: dict[str, int] = {}
-        for op, count in plan.left.items():
-            left[_short(op)] = left.get(_short(op), 0) + count
-        left.pop("getitem", None)  # one of the results of an op
         kernels = sum(isinstance(step, Program) for step in plan.steps)
         if why := little_to_gain(plan.ops, kernels):
             yield Row(name, kind, why=why)
             continue
-        yield Row(name, kind, plan.ops, kernels, dict(sorted(left.items())))
-
-
-def _short(op: str) -> str:
-    """aten._softmax.default -> softmax, <built-in function getitem> -> getitem"""
-    name = re.sub(r"^.*(::|\.recorded_|^aten\.|function )", "", op).removeprefix("aten.")
-    return re.sub(r"[.>].*$", "", name).removeprefix("recorded_").strip("_").replace("_", " ")
+        yield Row(name, kind, plan.ops, kernels, short_counts(plan.left))
 
 
 def record() -> list[Row]:

@@ -12,7 +12,7 @@ from string import Template
 from ..backends import Unsupported
 from .cuda_source import ENTRY, Kernel, Tensor
 from .expression import Load
-from .index import Affine
+from .index import position
 from .program import Program
 
 # elements of a tile each way: 128 bytes of half precision, one warp's access in pairs
@@ -66,8 +66,9 @@ def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel | None:
     if others or not isinstance(load, Load) or load.dtype != store.dtype:
         return None
     extents = dict(program.extents)
-    source = _strides(load.index, tensors[load.source])
-    target = _strides(store.index, tensors[store.target])
+    read = position(load.index, tensors[load.source].strides)
+    written = position(store.index, tensors[store.target].strides)
+    source, target = dict(read.terms), dict(written.terms)
     near = [n for n in extents if source.get(n) == 1]
     far = [n for n in extents if target.get(n) == 1]
     if not near or not far or near == far or set(source) != set(extents) != set(target):
@@ -92,23 +93,11 @@ def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel | None:
         block=256,
         rows_per_block=1,
         pointers=[
-            (load.source, _start(load.index, tensors[load.source])),
-            (store.target, _start(store.index, tensors[store.target])),
+            (load.source, read.constant),
+            (store.target, written.constant),
         ],
         extents=[*(extents[n] for n in batch), -(-extents[i] // TILE), -(-extents[j] // TILE)],
         strides=[[*(s[n] for n in batch), s[i] * TILE, s[j] * TILE] for s in (source, target)],
         alignment=1,
         extra=[extents[i], extents[j]],
     )
-
-
-def _strides(index: tuple[Affine, ...], tensor: Tensor) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for part, stride in zip(index, tensor.strides, strict=True):
-        for name, coefficient in part.terms:
-            total[name] = total.get(name, 0) + coefficient * stride
-    return total
-
-
-def _start(index: tuple[Affine, ...], tensor: Tensor) -> int:
-    return sum(i.constant * s for i, s in zip(index, tensor.strides, strict=True))

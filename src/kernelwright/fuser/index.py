@@ -133,6 +133,14 @@ class Space:
         raise CannotIndex(f"{index} in {size}")
 
 
+def position(index: Sequence[Affine], strides: Sequence[int]) -> Affine:
+    """Where the element at an index lies in memory, counted in elements."""
+    total = Affine()
+    for part, stride in zip(index, strides, strict=True):
+        total = total + part * stride
+    return total
+
+
 def dense(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -20,7 +20,7 @@ from torch import fx
 
 from ..backends import Unsupported
 from .expression import Choice, Expression, Load, Step, walk
-from .index import Affine
+from .index import Affine, position
 from .lowering import Shape
 from .program import Program, Store
 
@@ -113,8 +113,12 @@ def _accesses(program: Program, values: Mapping[str, Any]) -> list[Access]:
     found: list[Access] = []
     for e in walk(*(s.value for s in program.stores)):
         if isinstance(e, Load):
-            found.append((e.source, e.index, _offsets(values[e.source].stride(), e.index)))
-    return found + [(s.target, s.index, _offsets(s.strides, s.index)) for s in program.stores]
+            found.append(
+                (e.source, e.index, dict(position(e.index, values[e.source].stride()).terms))
+            )
+    return found + [
+        (s.target, s.index, dict(position(s.index, s.strides).terms)) for s in program.stores
+    ]
 
 
 def _turned(program: Program, values: Mapping[str, Any]) -> Program:
@@ -164,7 +168,7 @@ def _strides_in(
     places: list[tuple[int, int]] = []  # of the outermost variable of each dimension
     for i, part in enumerate(index):
         at = sorted(order.index(n) for n in part.names)
-        if at != list(range(at[0], at[0] + len(at))) if at else False:
+        if at and at[-1] - at[0] >= len(at):  # another dimension's variable lies between
             return None
         places.append((at[0] if at else -1, i))
     strides, step = [0] * len(shape), 1
@@ -172,10 +176,3 @@ def _strides_in(
         strides[i] = step
         step *= shape[i]
     return tuple(strides)
-
-
-def _offsets(strides: tuple[int, ...], index: tuple[Affine, ...]) -> dict[str, int]:
-    total = Affine()
-    for part, stride in zip(index, strides, strict=True):
-        total = total + part * stride
-    return dict(total.terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -109,6 +110,18 @@ def _run(e: Row) -> Affine | None:
 
 def _name(op: Any) -> str:
     return getattr(op, "__name__", str(op)).partition(".")[0].removeprefix("recorded_")
+
+
+def short_counts(left: Mapping[str, int]) -> dict[str, int]:
+    """The ops that a plan leaves to PyTorch under short names: aten._softmax.default -> softmax.
+    `getitem` takes one of several results, and is no op."""
+    found: Counter[str] = Counter()
+    for op, often in left.items():
+        name = re.sub(r"^.*(::|\.recorded_|^aten\.|function )", "", op).removeprefix("aten.")
+        name = re.sub(r"[.>].*$", "", name).removeprefix("recorded_").strip("_").replace("_", " ")
+        found[name] += often
+    found.pop("getitem", None)
+    return dict(sorted(found.items()))
 
 
 def _short(dtype: torch.dtype) -> str:

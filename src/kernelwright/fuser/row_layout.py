@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..backends import Unsupported
-from .index import Affine
+from .index import Affine, position
 from .lowering import Shape
 
 # the widest access of a thread in bytes
@@ -88,9 +88,7 @@ class RowLayout:
         self, name: str, steps: tuple[int, ...], index: tuple[Affine, ...], dtype: torch.dtype
     ) -> tuple[Access, list[int]]:
         """The pointer of an access, and what to add to it in each lane."""
-        total = Affine()
-        for part, stride in zip(index, steps, strict=True):
-            total = total + part * stride
+        total = position(index, steps)
         terms = dict(total.terms)
         strides = [terms.get(n, 0) for n in self.shape.rows]
         along = {n: terms.get(n, 0) for n in self.shape.along}

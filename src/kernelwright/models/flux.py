@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,11 +118,10 @@ FLUX2_DEV = Preset(
     depth=DEPTH,
 )
 
-FLUX2_KLEIN_4B = Preset(
+FLUX2_KLEIN_4B = replace(
+    FLUX2_DEV,
     name="flux2-klein-4b",
     title="FLUX.2-klein 4B",
-    library="diffusers",
-    class_name="Flux2Transformer2DModel",
     config=_flux2_config(
         num_layers=5,
         num_single_layers=20,
@@ -129,20 +129,13 @@ FLUX2_KLEIN_4B = Preset(
         joint_attention_dim=7680,
         guidance_embeds=False,
     ),
-    tiny_config=FLUX2_TINY,
-    sizes=FLUX2_SIZES,
-    tiny_sizes=FLUX2_TINY_SIZES,
-    make_inputs=_flux2,
     what="1024x1024: 4096 + 512 tokens of width 3072",
-    pixels=16,
-    depth=DEPTH,
 )
 
-FLUX2_KLEIN_9B = Preset(
+FLUX2_KLEIN_9B = replace(
+    FLUX2_DEV,
     name="flux2-klein-9b",
     title="FLUX.2-klein 9B",
-    library="diffusers",
-    class_name="Flux2Transformer2DModel",
     config=_flux2_config(
         num_layers=8,
         num_single_layers=24,
@@ -150,13 +143,7 @@ FLUX2_KLEIN_9B = Preset(
         joint_attention_dim=12288,
         guidance_embeds=False,
     ),
-    tiny_config=FLUX2_TINY,
-    sizes=FLUX2_SIZES,
-    tiny_sizes=FLUX2_TINY_SIZES,
-    make_inputs=_flux2,
     what="1024x1024: 4096 + 512 tokens of width 4096",
-    pixels=16,
-    depth=DEPTH,
 )
 
 

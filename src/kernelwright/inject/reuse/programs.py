@@ -26,6 +26,7 @@ from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels, Launched
 from ...fuser.planning import Plan
 from ...fuser.program import Program
+from ...fuser.readable import short_counts
 from ...fuser.recording import CannotRecord, Recording, opaque_layers
 from ...fuser.running import Executable, OtherShape
 from ...library_internals import peft_layers
@@ -82,11 +83,6 @@ class BlockLine:
         return f"{self.kind}: {self.ops} ops in {self.kernels} kernels; PyTorch's: {left}{why}"
 
 
-def _short(op: str) -> str:
-    """kernelwright.recorded_linear.default -> linear"""
-    return op.removeprefix("kernelwright.recorded_").removeprefix("aten.").partition(".")[0]
-
-
 @dataclass(eq=False)
 class Recorded:
     """A forward as programs, for all modules of one structure."""
@@ -108,7 +104,7 @@ class Recorded:
         return self.recording.result(self.executable(inputs, early))
 
     def described(self) -> BlockLine:
-        left = {_short(op): count for op, count in self.plan.left.items()}
+        left = short_counts(self.plan.left)
         return BlockLine(self.kind, self.plan.ops, self.kernels, left, tuple(self.plan.refused))
 
 
