@@ -1,5 +1,6 @@
 """CUDA graphs of a model's forward: the bits of a plain call, whatever changes between calls."""
 
+import copy
 import gc
 import threading
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import kernelwright as kw
+from kernelwright import models
 from kernelwright.inject.graphs.capture import DRAWS
 from kernelwright.inject.graphs.graphs import Graphs
 
@@ -367,3 +370,43 @@ def test_a_tensor_on_the_cpu_among_the_inputs_runs_without_a_graph(model):
     for _ in range(3):
         graphs(model, forward, (x, step.cpu()), {})
     assert graphs.reasons == {"inputs on cpu and cuda:0": 3}
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
+def test_after_a_hot_swap_of_lora_calls_are_replays_again(prepared, monkeypatch):
+    """As diffusers loads the next adapter with hotswap=True, and as it prepares for other ranks."""
+    from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+    from peft.utils.hotswap import (
+        hotswap_adapter_from_state_dict,
+        prepare_model_for_compiled_hotswap,
+    )
+
+    def adapted(rank, seed):
+        torch.manual_seed(seed)
+        made = models.build("ltx-video", tiny=True, device="cuda", dtype=torch.bfloat16)
+        config = LoraConfig(r=rank, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
+        inject_adapter_in_model(config, made)
+        return made.to(torch.bfloat16), config
+
+    model, config = adapted(8, seed=1)
+    if prepared:
+        prepare_model_for_compiled_hotswap(model, target_rank=8, config=config)
+    other = get_peft_model_state_dict(adapted(4 if prepared else 8, seed=2)[0])
+    twin = copy.deepcopy(model)
+    given = models.inputs("ltx-video", tiny=True, device="cuda", dtype=torch.bfloat16)
+    report = kw.inject(model, graphs=True)
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda g: (replays.append(g), replay(g)))
+    seen = []
+    for adapter in (None, other):
+        if adapter is not None:
+            for side in (model, twin):
+                hotswap_adapter_from_state_dict(side, adapter, "default", config=config)
+        for _ in range(4):
+            got, want = model(**given)[0], twin(**given)[0]
+            assert torch.equal(got, want), report
+        replays.clear()
+        model(**given)
+        assert len(replays) == 1, report
+        seen.append(want)
+    assert not torch.equal(*seen)
