@@ -1,12 +1,13 @@
 """Recorded blocks that cannot run as recorded run their own forward, and the report says so."""
 
+import pytest
 import torch
 from fuser.blocks import Block, drawn
 from torch import nn
 
 import kernelwright as kw
 from kernelwright.inject.identify.structure import structure_of
-from kernelwright.inject.reuse.programs import signature
+from kernelwright.inject.reuse.programs import Programs, signature
 
 
 class Model(nn.Module):
@@ -59,3 +60,28 @@ def test_an_object_in_the_place_of_a_freed_one_is_another():
         assert seen[-1] == structure_of(module)
         del held
     assert all(seen[-1] != other for other in seen[:-1])
+
+
+class Projected(nn.Module):
+    """A block of which nothing is worth a kernel, or that cannot be recorded."""
+
+    def __init__(self, width=32, asks=False):
+        super().__init__()
+        self.norm, self.proj, self.asks = nn.LayerNorm(width), nn.Linear(width, width), asks
+
+    def forward(self, x):
+        y = self.proj(self.norm(x))
+        return y * 2 if self.asks and y.sum().item() > 0 else y
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["little to gain", "cannot be recorded"])
+def test_a_layer_that_counts_is_called_once_even_if_its_block_is_not_recorded_after_all(asks):
+    block, x, calls = Projected(asks=asks).eval(), torch.randn(2, 8, 32), []
+    block.proj.register_forward_hook(lambda *_: calls.append(1))
+    programs = Programs()
+    with torch.no_grad():
+        result = programs.run(block, (x,), {})
+        if result is NotImplemented:
+            result = block(x)
+        assert len(calls) == 1
+        assert torch.equal(result, block(x))

@@ -250,8 +250,18 @@ class Recording:
         return pytree.tree_unflatten(outputs, self.returns)
 
 
+def rehearse(module: nn.Module, args: Any, kwargs: Any, opaque: Sequence[nn.Module]) -> None:
+    """Raise CannotRecord if the forward of a module cannot be recorded, without calling its opaque
+    layers, which may count their calls."""
+    record(module, args, kwargs, opaque, tracing_mode="fake")
+
+
 def record(
-    module: nn.Module, args: Any, kwargs: Any, opaque: Sequence[nn.Module] = ()
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    opaque: Sequence[nn.Module] = (),
+    tracing_mode: str = "real",
 ) -> Recording:
     """Run the forward of a module once, and write down what it does."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -297,7 +307,7 @@ def record(
                 # not the parameters themselves: tracing leaves weak references to what it is given,
                 # and torch.utils.swap_tensors refuses tensors that have some
                 given = [t.detach() if id(t) in parameters else _copy(t) for t in tensors]
-                made = make_fx(kept)(*given)
+                made = make_fx(kept, tracing_mode=tracing_mode)(*given)
         except CannotRecord:
             raise
         except torch.OutOfMemoryError:

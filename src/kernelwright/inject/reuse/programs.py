@@ -203,7 +203,8 @@ class Programs:
         self, module: nn.Module, signed: Any, args: Any, kwargs: Any
     ) -> tuple[Bound | str, Any]:
         """A recording for this module. Layers with hooks must not run twice: if it has opaque ones,
-        the run that was recorded is this call, and its result is returned as well."""
+        the run that was recorded is this call, and its result is returned as well, even if the
+        recording is of no use."""
         opaque = opaque_in(module)
         why = why_not(module, opaque)
         if why is None and has_state(args, kwargs):
@@ -222,7 +223,7 @@ class Programs:
                 self._shared[key] = found
         self._last[type(module).__name__] = found
         if isinstance(found, str):
-            return found, None
+            return found, result if opaque else None
         places = _places(module, found.recording.weights)
         layouts = [layout(holder[name]) for holder, name in places]
         layers = _layers(module, found.recording)
@@ -233,21 +234,26 @@ class Programs:
     ) -> tuple[Recorded | str, Any]:
         try:
             with eagerly():
+                if any(map(_remembers, opaque)):
+                    recording.rehearse(module, args, kwargs, opaque)
                 made = recording.record(module, args, kwargs, opaque)
-            if why := _unknown_constant(module, made):
-                return why, None
-            device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
-            kernels = Kernels(self.exact)
-            plan = planning.plan(made, None if device is None else kernels.why_not)
-        except (CannotRecord, CannotIndex) as no:
+        except CannotRecord as no:
             return str(no), None
+        result, made.results = made.result(made.results), []
+        if why := _unknown_constant(module, made):
+            return why, result
+        device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
+        kernels = Kernels(self.exact)
+        try:
+            plan = planning.plan(made, None if device is None else kernels.why_not)
+        except CannotIndex as no:
+            return str(no), result
         programs = [step for step in plan.steps if isinstance(step, Program)]
         if why := little_to_gain(plan.ops, len(programs)):
-            return why, None
+            return why, result
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = _Runner(type(module).__name__, programs, launched, self.fell_back)
         executable = Executable(plan, runner, None if device is None else self._product)
-        result, made.results = made.result(made.results), []
         kind = type(module).__name__
         return Recorded(kind, made, executable, len(programs), plan), result
 
@@ -352,6 +358,11 @@ def opaque_in(root: nn.Module) -> tuple[nn.Module, ...]:
         if hooked(module) or effect_of(module) is not None:
             found[id(module)] = module
     return tuple(found.values())
+
+
+def _remembers(layer: nn.Module) -> bool:
+    """Whether a layer may do more than return a result."""
+    return any(hooked(m) or effect_of(m) is not None for m in layer.modules())
 
 
 def why_not(root: nn.Module, opaque: Sequence[nn.Module]) -> str | None:
