@@ -54,7 +54,7 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
     from kernelwright.fuser.index import CannotIndex
     from kernelwright.fuser.program import Program
     from kernelwright.fuser.readable import short_counts
-    from kernelwright.inject.reuse.programs import _unknown_constant, little_to_gain
+    from kernelwright.inject.reuse.recordable import little_to_gain, unknown_constant
     from kernelwright.inject.runtime.input_key import has_state
 
     for kind, (block, args, kwargs) in sorted(block_calls(model, inputs).items()):
@@ -63,7 +63,7 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
             continue
         try:
             made = recording.record(block, args, kwargs)
-            if why := _unknown_constant(block, made):
+            if why := unknown_constant(block, made):
                 raise recording.CannotRecord(why)
             plan = planning.plan(made)
         except (recording.CannotRecord, CannotIndex) as no:

@@ -7,7 +7,8 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright.inject.identify.structure import structure_of
-from kernelwright.inject.reuse.programs import Programs, signature
+from kernelwright.inject.reuse.programs import Programs
+from kernelwright.inject.reuse.recordable import signature
 
 
 class Model(nn.Module):

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .reuse.programs import MAX_RECORDINGS, Programs, Recorded, signature
+from .reuse.programs import MAX_RECORDINGS, Programs, Recorded
+from .reuse.recordable import signature
 from .runtime.sites import equal
 
 

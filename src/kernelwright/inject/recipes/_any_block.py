@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..fusions import Fusions
-from ..reuse import programs
+from ..reuse.recordable import signature
 from ._recipe import Forward, Patch
 
 
@@ -25,5 +25,5 @@ BLOCK = Patch(
     lambda module: True,
     block,
     "its ops between products and attention in a few kernels",
-    signature=programs.signature,
+    signature=signature,
 )

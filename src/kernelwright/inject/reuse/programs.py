@@ -11,57 +11,30 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ...backends import Unsupported
-from ...backends.torch_internals import pytree
-from ...fuser import interpreter, planning, recording
-from ...fuser.expression import Load, walk
+from ...fuser import planning, recording
 from ...fuser.index import CannotIndex
-from ...fuser.launching import Kernels, Launched
+from ...fuser.launching import Kernels
 from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.readable import short_counts
 from ...fuser.recording import CannotRecord, Recording, opaque_layers
 from ...fuser.running import Executable, OtherShape
-from ...library_internals import peft_layers
 from ...ops.linear import algorithms
 from ..identify.structure import layout, structure_of
-from ..runtime.forwards import hooked
 from ..runtime.input_key import has_state
-from ..runtime.sites import declined, eagerly, mode, site
-from ..state.hooks import effect_of, effect_of_class
+from ..runtime.sites import declined, eagerly, mode
+from .program_sites import ProgramSites
 from .prompt_values import PerForwardCache
+from .recordable import little_to_gain, opaque_in, remembers, signature, unknown_constant, why_not
 
-# kernels for each op from which on a recording is not used: PyTorch's own are as fast
-WORTH = 0.75
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
 MAX_RECORDINGS = 512
-
-
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a recording depends on: how inputs lie in memory, and the value of all others."""
-    return tuple(map(_key_of, args)), tuple([(k, _key_of(v)) for k, v in kwargs.items()])
-
-
-def _key_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        start = 0 if value.is_meta else value.data_ptr() & 15
-        return type(value), value.shape, value.stride(), value.dtype, value.device, start
-    if isinstance(value, tuple | list):
-        return type(value), tuple([_key_of(v) for v in value])
-    if isinstance(value, dict):
-        return tuple([(k, _key_of(v)) for k, v in value.items()])
-    if isinstance(value, float):
-        return float, repr(value)  # 0.0 == -0.0, but they may give other results
-    if value is None or isinstance(value, bool | int | str):
-        return type(value), value
-    return type(value)
 
 
 @dataclass(frozen=True)
@@ -234,13 +207,13 @@ class Programs:
     ) -> tuple[Recorded | str, Any]:
         try:
             with eagerly():
-                if any(map(_remembers, opaque)):
+                if any(map(remembers, opaque)):
                     recording.rehearse(module, args, kwargs, opaque)
                 made = recording.record(module, args, kwargs, opaque)
         except CannotRecord as no:
             return str(no), None
         result, made.results = made.result(made.results), []
-        if why := _unknown_constant(module, made):
+        if why := unknown_constant(module, made):
             return why, result
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
         kernels = Kernels(self.exact)
@@ -252,7 +225,7 @@ class Programs:
         if why := little_to_gain(plan.ops, len(programs)):
             return why, result
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
-        runner = _Runner(type(module).__name__, programs, launched, self.fell_back)
+        runner = ProgramSites(type(module).__name__, programs, launched, self.fell_back)
         executable = Executable(plan, runner, None if device is None else self._product)
         kind = type(module).__name__
         return Recorded(kind, made, executable, len(programs), plan), result
@@ -270,12 +243,6 @@ class Programs:
         return product
 
 
-def little_to_gain(ops: int, kernels: int) -> str | None:
-    """Why a recording is not worth using, or None if it is."""
-    few = kernels > WORTH * ops
-    return f"little to gain: {ops} ops would be {kernels} kernels" if few else None
-
-
 def _layers(root: nn.Module, made: Recording) -> dict[str, nn.Module]:
     """The linear layers of a module by the names that their weights have in its graph."""
     inputs = [n.name for n in made.graph.find_nodes(op="placeholder")]
@@ -286,113 +253,6 @@ def _layers(root: nn.Module, made: Recording) -> dict[str, nn.Module]:
         if last == "weight" and type(layer) is nn.Linear:
             found[node] = layer
     return found
-
-
-class _Runner:
-    """Runs the programs of one recording, each as a site of its own."""
-
-    def __init__(
-        self,
-        kind: str,
-        programs: Sequence[Program],
-        launched: Mapping[int, Launched],
-        fell_back: Counter[tuple[str, str]],
-    ) -> None:
-        self.names = {id(p): f"program {i + 1} of {kind}" for i, p in enumerate(programs)}
-        self.launched, self.fell_back = launched, fell_back
-
-    def __call__(self, program: Program, given: Any, outputs: Any) -> None:
-        if mode.notes is None and not mode.off:
-            return self._kernel(program, given, outputs)
-        site(
-            self.names[id(program)],
-            partial(self._eager, program, given, outputs),
-            partial(self._result, program, given, outputs),
-            *(given[source] for source in _summed(program)),
-        )
-        return None
-
-    def _result(self, program: Program, given: Any, outputs: Any) -> list[Tensor]:
-        try:
-            self._kernel(program, given, outputs)
-        except Unsupported as no:
-            raise ValueError(str(no)) from no
-        return list(outputs.values())
-
-    def _kernel(self, program: Program, given: Any, outputs: Any) -> None:
-        if not self.launched:
-            return interpreter.run(program, given, outputs)
-        try:
-            return self.launched[id(program)]({**given, **outputs})
-        except Unsupported as no:
-            if mode.notes is not None:
-                raise
-            # a weight that was moved to an address that no vector begins at
-            self.fell_back[self.names[id(program)], str(no)] += 1
-            return interpreter.run(program, given, outputs)
-
-    @staticmethod
-    def _eager(program: Program, given: Any, outputs: Any) -> list[Tensor]:
-        """The program with PyTorch's ops. A comparison calls it beside the kernel, and then what it
-        returns is compared; otherwise what it writes is the result."""
-        into = outputs if not mode.eager else {n: t.clone() for n, t in outputs.items()}
-        interpreter.run(program, given, into)
-        return list(into.values())
-
-
-def _summed(program: Program) -> set[str]:
-    """What a program sums along rows: zeros there would prove nothing about the order. Other steps
-    are single ops whose bits do not depend on their neighbours."""
-    found = walk(*(row.x for row in program.rows))
-    return {e.source for e in found if isinstance(e, Load)}
-
-
-def opaque_in(root: nn.Module) -> tuple[nn.Module, ...]:
-    """Layers that are called, not read: adapters, and linear layers with a hook or a forward of
-    others."""
-    found: dict[int, nn.Module] = {id(m): m for m in peft_layers(root.modules()) if m is not root}
-    inside = {id(i) for m in found.values() for i in m.modules()}
-    for module in root.modules():
-        if module is root or id(module) in inside or not isinstance(module, nn.Linear):
-            continue
-        if hooked(module) or effect_of(module) is not None:
-            found[id(module)] = module
-    return tuple(found.values())
-
-
-def _remembers(layer: nn.Module) -> bool:
-    """Whether a layer may do more than return a result."""
-    return any(hooked(m) or effect_of(m) is not None for m in layer.modules())
-
-
-def why_not(root: nn.Module, opaque: Sequence[nn.Module]) -> str | None:
-    """Why the forward of a module must not be replaced by a recording of it, or None."""
-    called = {id(m) for layer in opaque for m in layer.modules()}
-    for module in root.modules():
-        if id(module) in called:
-            continue
-        if module is not root and hooked(module):
-            return f"a hook or another forward on {type(module).__name__}"
-        if effect := effect_of(module) or effect_of_class(type(module)):
-            return effect
-    return None
-
-
-def _unknown_constant(root: nn.Module, made: Recording) -> str | None:
-    """Why a tensor that the forward reads may change unnoticed, or None."""
-    aten = torch.ops.aten
-    nodes = {n.name: n for n in made.graph.nodes}
-    held = {id(t) for m in root.modules() for v in vars(m).values() for t in _tensors(v)}
-    for name, tensor in made.constants.items():
-        # a number written in the forward becomes a tensor that nothing else holds
-        fresh = all(u.target is aten.lift_fresh_copy.default for u in nodes[name].users)
-        if not fresh and id(tensor) not in held:
-            return "a tensor that is neither given nor an attribute"
-    return None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def _places(root: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:

@@ -1,0 +1,92 @@
+"""Which blocks may run as a recording of their forward, and what the recording depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.torch_internals import pytree
+from ...fuser.recording import Recording
+from ...library_internals import peft_layers
+from ..runtime.forwards import hooked
+from ..state.hooks import effect_of, effect_of_class
+
+# kernels for each op from which on a recording is not used: PyTorch's own are as fast
+WORTH = 0.75
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a recording depends on: how inputs lie in memory, and the value of all others."""
+    return tuple(map(_key_of, args)), tuple([(k, _key_of(v)) for k, v in kwargs.items()])
+
+
+def _key_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        start = 0 if value.is_meta else value.data_ptr() & 15
+        return type(value), value.shape, value.stride(), value.dtype, value.device, start
+    if isinstance(value, tuple | list):
+        return type(value), tuple([_key_of(v) for v in value])
+    if isinstance(value, dict):
+        return tuple([(k, _key_of(v)) for k, v in value.items()])
+    if isinstance(value, float):
+        return float, repr(value)  # 0.0 == -0.0, but they may give other results
+    if value is None or isinstance(value, bool | int | str):
+        return type(value), value
+    return type(value)
+
+
+def little_to_gain(ops: int, kernels: int) -> str | None:
+    """Why a recording is not worth using, or None if it is."""
+    few = kernels > WORTH * ops
+    return f"little to gain: {ops} ops would be {kernels} kernels" if few else None
+
+
+def opaque_in(root: nn.Module) -> tuple[nn.Module, ...]:
+    """Layers that are called, not read: adapters, and linear layers with a hook or a forward of
+    others."""
+    found: dict[int, nn.Module] = {id(m): m for m in peft_layers(root.modules()) if m is not root}
+    inside = {id(i) for m in found.values() for i in m.modules()}
+    for module in root.modules():
+        if module is root or id(module) in inside or not isinstance(module, nn.Linear):
+            continue
+        if hooked(module) or effect_of(module) is not None:
+            found[id(module)] = module
+    return tuple(found.values())
+
+
+def remembers(layer: nn.Module) -> bool:
+    """Whether a layer may do more than return a result."""
+    return any(hooked(m) or effect_of(m) is not None for m in layer.modules())
+
+
+def why_not(root: nn.Module, opaque: Sequence[nn.Module]) -> str | None:
+    """Why the forward of a module must not be replaced by a recording of it, or None."""
+    called = {id(m) for layer in opaque for m in layer.modules()}
+    for module in root.modules():
+        if id(module) in called:
+            continue
+        if module is not root and hooked(module):
+            return f"a hook or another forward on {type(module).__name__}"
+        if effect := effect_of(module) or effect_of_class(type(module)):
+            return effect
+    return None
+
+
+def unknown_constant(root: nn.Module, made: Recording) -> str | None:
+    """Why a tensor that the forward reads may change unnoticed, or None."""
+    aten = torch.ops.aten
+    nodes = {n.name: n for n in made.graph.nodes}
+    held = {id(t) for m in root.modules() for v in vars(m).values() for t in _tensors(v)}
+    for name, tensor in made.constants.items():
+        # a number written in the forward becomes a tensor that nothing else holds
+        fresh = all(u.target is aten.lift_fresh_copy.default for u in nodes[name].users)
+        if not fresh and id(tensor) not in held:
+            return "a tensor that is neither given nor an attribute"
+    return None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
