@@ -23,8 +23,8 @@ def made(monkeypatch):
     """Counts the projections of a prompt."""
     counts, once = [], Prompts.once
 
-    def counted(self, owner, source, layers, make):
-        return once(self, owner, source, layers, lambda: counts.append(1) or make())
+    def counted(self, owner, source, weights, make, *kind):
+        return once(self, owner, source, weights, lambda: counts.append(1) or make(), *kind)
 
     monkeypatch.setattr(Prompts, "once", counted)
     return counts
@@ -35,15 +35,21 @@ def built(name="ltx-video"):
     return models.build(name, **how), models.inputs(name, **how)
 
 
-@pytest.mark.parametrize("name", ["ltx-video", "pixart", "sdxl-unet"])
-def test_a_prompt_is_used_again_as_long_as_it_is_the_same(name, made):
+# by their recipes, and as programs of the fuser, which finds by itself what a prompt is
+HOW = pytest.mark.parametrize("recipes", [True, False], ids=["recipes", "programs"])
+
+
+@HOW
+@pytest.mark.parametrize("name", ["ltx-video", "pixart", "sdxl-unet", "ltx-2", "wan-1.3b"])
+def test_a_prompt_is_used_again_as_long_as_it_is_the_same(name, recipes, made):
     model, inputs = built(name)
     expected = run(model, inputs)
-    kw.inject(model)
-    for _ in range(2):  # results are not cached during a comparison
+    kw.inject(model, recipes=recipes)
+    for _ in range(3):  # results are not cached during a comparison
         assert same(run(model, inputs), expected)
+    blocks = sum(hasattr(m, "attn2") for m in model.modules())
     first = len(made)
-    assert first
+    assert first >= blocks
     assert same(run(model, inputs), expected)
     assert len(made) == first
 
@@ -81,15 +87,16 @@ def hook(model, inputs):
 CHANGES = (change_text, write_to_text, write_to_weight, replace_weight, merge_adapter, hook)
 
 
+@HOW
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
 @torch.no_grad()
-def test_whatever_changes_is_seen_at_once(change, graphs, monkeypatch):
+def test_whatever_changes_is_seen_at_once(change, graphs, recipes, monkeypatch):
     if graphs:
         monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
     model, inputs = built()
-    kw.inject(model, graphs=graphs)
-    for _ in range(3):
+    kw.inject(model, graphs=graphs, recipes=recipes)
+    for _ in range(4):
         before = run(model, inputs)
     change(model, inputs)
     results = [run(model, inputs) for _ in range(4)]
@@ -99,10 +106,11 @@ def test_whatever_changes_is_seen_at_once(change, graphs, monkeypatch):
     assert all(same(result, expected) for result in results)
 
 
-def test_a_graph_makes_them_only_for_a_new_prompt(monkeypatch, made):
+@HOW
+def test_a_graph_makes_them_only_for_a_new_prompt(recipes, monkeypatch, made):
     monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
     model, inputs = built()
-    report = kw.inject(model, graphs=True)
+    report = kw.inject(model, graphs=True, recipes=recipes)
     for _ in range(4):
         run(model, inputs)
     assert report.graphs[0].captured == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -178,6 +178,19 @@ def float32_switches() -> tuple[Any, ...]:
 
 def convolution_switches() -> tuple[Any, ...]:
     return _cudnn(), _cudnn_benchmark(), _cudnn_deterministic()
+
+
+_convolution_backend: Callable[..., Any] = _named("torch._C._select_conv_backend")
+_CUDNN_CONVOLUTION: Any = _named("torch._C._ConvBackend.Cudnn")
+
+
+def adds_bias_apart(x: Tensor, weight: Tensor, bias: Tensor, *how: Any) -> bool:
+    """Whether aten.convolution with these arguments is cuDNN's kernel, which takes no bias, and an
+    addition. The tensors may be fake ones."""
+    if x.ndim != weight.ndim or x.device.type != "cuda":
+        return False
+    with getattr(x, "fake_mode", nullcontext()):
+        return _convolution_backend(x, weight, bias, *how) == _CUDNN_CONVOLUTION
 
 
 DROPOUT: type = _named("torch.nn.modules.dropout._DropoutNd")  # the base of all dropouts

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..backends.torch_internals import any_autocast, one_fake_mode, pytree
 from ..ops import library
+from ..ops.linear import linear_gelu
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
 
@@ -75,6 +76,13 @@ LINEAR = library.define(
     "recorded_linear",
     "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     F.linear,
+    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)
+# never in a forward that is recorded: a rewriting of its graph may put it there
+LINEAR_GELU = library.define(
+    "recorded_linear_gelu",
+    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    linear_gelu,
     lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )
 ATTENTION = library.define(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..ops.linear import linear_gelu
 from . import interpreter
 from .building import Builder
 from .expression import Load
@@ -24,6 +25,7 @@ from .recording import (
     ATTENTION,
     LAYER,
     LINEAR,
+    LINEAR_GELU,
     RMS_NORM,
     call_layer,
     plain_attention,
@@ -39,6 +41,7 @@ Products = Callable[[str], Callable[[Tensor, Tensor, Tensor | None], Tensor]]
 # straight to the function, not through the dispatcher
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
+    LINEAR_GELU: linear_gelu,
     ATTENTION: plain_attention,
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
@@ -46,7 +49,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 
 
 # ops with a weight: an input that reaches one is an activation, and differs from block to block
-PRODUCTS = (LINEAR, LAYER, aten.convolution.default)
+PRODUCTS = (LINEAR, LINEAR_GELU, LAYER, aten.convolution.default)
 
 
 class OtherShape(Exception):
@@ -62,13 +65,36 @@ class _Step:
     writes: set[int]
     product: bool = False  # whether it multiplies by a weight
     attends: bool = False
+    layer: bool = False  # whether it calls a layer, which may have a memory
+
+
+@dataclass(eq=False)
+class PromptSteps:
+    """Steps that read one input of the graph and weights alone, where this input reaches the
+    outputs through attention only: the keys and values of a prompt, which may be kept as long as
+    neither changes."""
+
+    source: int  # the place of the input
+    weights: list[int]  # the places of the weights
+    steps: list[Callable[[Values], None]]
+    results: list[int]  # the places that later steps read
+    start: Values
+
+    def make(self, inputs: Sequence[Tensor | None]) -> list[Any]:
+        """What the steps make of these inputs, of which they read their source and weights."""
+        values = list(self.start)
+        values[: len(inputs)] = inputs
+        for step in self.steps:
+            step(values)
+        return [values[place] for place in self.results]
 
 
 class Executable:
     """A plan, ready to be run with tensors of the shapes and strides it was recorded with.
 
     Its first steps may be *early*: made of inputs that no product reads, such as a mask that all
-    blocks of a model are given. `early_inputs` are their positions among the inputs.
+    blocks of a model are given. `early_inputs` are their positions among the inputs. Others may be
+    made of a prompt alone (`prompts`).
     """
 
     def __init__(
@@ -92,21 +118,47 @@ class Executable:
         needed: set[int] = set()
         for o in output.args[0]:
             needed |= self._places(o)
-        early, self.early_inputs = self._find_early(steps, len(inputs) - plan.given, len(inputs))
-        late = [s for s in steps if s not in early]
-        written = set().union(*(s.writes for s in early))
-        self._shared = sorted(written & needed.union(*(s.reads for s in late)))
+        weights = len(inputs) - plan.given
+        early, self.early_inputs = self._find_early(steps, weights, len(inputs))
+        of_prompts = _find_prompts(
+            [s for s in steps if s not in early], weights, len(inputs), needed
+        )
+        apart = {*early, *(s for found in of_prompts.values() for s in found)}
+        late = [s for s in steps if s not in apart]
+        read = needed.union(*(s.reads for s in late))
+        written = set().union(*(s.writes for s in apart))
+        self._shared = sorted(read & set().union(*(s.writes for s in early)))
         self._early = _letting_go(early, needed | set(self._shared))
         self._late = _letting_go(late, needed | written)
+        self.prompts = [
+            PromptSteps(
+                source,
+                sorted({p for s in found for p in s.reads if p < weights}),
+                [s.run for s in found],
+                sorted(read & set().union(*(s.writes for s in found))),
+                self._values(()),
+            )
+            for source, found in of_prompts.items()
+        ]
 
-    def __call__(self, inputs: Sequence[Tensor], early: Sequence[Any] | None = None) -> list[Any]:
-        """The outputs of the graph for these inputs; `early` is what its early steps have made."""
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        early: Sequence[Any] | None = None,
+        kept: Sequence[Sequence[Any]] | None = None,
+    ) -> list[Any]:
+        """The outputs of the graph for these inputs; `early` is what its early steps have made,
+        `kept` what those of each of its prompts have."""
         values = self._values(inputs)
         if early is None:
             for step in self._early:
                 step(values)
         else:
             for place, value in zip(self._shared, early, strict=True):
+                values[place] = value
+        for i, prompt in enumerate(self.prompts):
+            made = prompt.make(inputs) if kept is None else kept[i]
+            for place, value in zip(prompt.results, made, strict=True):
                 values[place] = value
         for step in self._late:
             step(values)
@@ -144,14 +196,7 @@ class Executable:
         if not any(step.product for step in steps):
             return [], []
         pairs = list(zip(steps, of_step, strict=True))
-        early = [s for s, found in pairs if found and not found & flowing]
-        # a value that is only partly early is none: what is shared must not be written to
-        while True:
-            others = set().union(*(s.writes for s in steps if s not in early))
-            rest = [s for s in early if not (s.writes | s.reads) & others]
-            if len(rest) == len(early):
-                break
-            early = rest
+        early = _closed([s for s, found in pairs if found and not found & flowing], steps)
         places = set().union(*(found for s, found in pairs if s in early))
         return early, sorted(places)
 
@@ -198,7 +243,8 @@ class Executable:
             given = [read(values) for read in args]
             values[place] = function(*given, **{k: read(values) for k, read in kwargs.items()})
 
-        step = _Step(run, reads, {place}, node.target in PRODUCTS, node.target is ATTENTION)
+        kind = node.target
+        step = _Step(run, reads, {place}, kind in PRODUCTS, kind is ATTENTION, kind is LAYER)
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
             step.run = _shaped(run, place, node.meta["val"].shape)
         return step
@@ -224,6 +270,39 @@ class Executable:
             runs(program, given, {name: values[place] for name, place in places.items()})
 
         return _Step(run, reads, set(places.values()))
+
+
+def _find_prompts(
+    steps: list[_Step], weights: int, inputs: int, outputs: set[int]
+) -> dict[int, list[_Step]]:
+    """For each input that reaches the `outputs` through attention alone, the steps that are made of
+    it and of weights, if a product is one of them. Weights are the first places, then inputs."""
+    made_of: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in range(weights, inputs)}
+    direct = dict(made_of)  # the inputs that reach a place by another way than attention
+    found: dict[int, list[_Step]] = {}
+    for step in steps:
+        roots = frozenset().union(*(made_of.get(p, frozenset()) for p in step.reads))
+        ways = frozenset().union(*(direct.get(p, frozenset()) for p in step.reads))
+        for place in step.writes:
+            made_of[place] = made_of.get(place, frozenset()) | roots
+            direct[place] = direct.get(place, frozenset()) | (frozenset() if step.attends else ways)
+        if len(roots) == 1 and not step.layer and not step.attends:
+            (root,) = roots
+            found.setdefault(root, []).append(step)
+    escaped = frozenset().union(*(direct.get(p, frozenset()) for p in outputs))
+    closed = {p: _closed(own, steps) for p, own in found.items() if p not in escaped}
+    return {p: own for p, own in closed.items() if any(s.product for s in own)}
+
+
+def _closed(chosen: list[_Step], steps: list[_Step]) -> list[_Step]:
+    """Those of the chosen steps that neither read nor write what other steps write: a value that is
+    kept must not be written to."""
+    while True:
+        others = set().union(*(s.writes for s in steps if s not in chosen))
+        rest = [s for s in chosen if not (s.writes | s.reads) & others]
+        if len(rest) == len(chosen):
+            return rest
+        chosen = rest
 
 
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:

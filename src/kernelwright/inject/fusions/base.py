@@ -48,7 +48,7 @@ class BaseFusions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", Prompts(self.samples))
-        object.__setattr__(self, "programs", Programs(self.exact, self.fp8_layers))
+        object.__setattr__(self, "programs", Programs(self.exact, self.fp8_layers, self.prompts))
 
     def __deepcopy__(self, memo: Any) -> BaseFusions:
         return self

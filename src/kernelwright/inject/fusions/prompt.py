@@ -28,7 +28,8 @@ class PromptFusions(ProjectionFusions):
         if self.fp8_layers is not None:
             for layer in layers:
                 self.fp8_layers.leave(layer, "runs once per prompt")
-        return self.prompts.once(owner, text, layers, make)
+        weights = [p for layer in layers for p in layer._parameters.values() if p is not None]
+        return self.prompts.once(owner, text, weights, make)
 
     def text_projections(self, text: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
         """layer(text) of each layer; under torch.compile one op, which caches them."""

@@ -8,7 +8,7 @@ computes them; it is replayed only when that input is another tensor, or was wri
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -56,13 +56,18 @@ class PromptGraph:
             _running.prompt_graph = None
 
     def once(
-        self, owner: nn.Module, source: Tensor, weights: Sequence[Tensor], make: Callable[[], Any]
+        self,
+        owner: nn.Module,
+        source: Tensor,
+        weights: Sequence[Tensor],
+        make: Callable[[], Any],
+        kind: Hashable = None,
     ) -> Any:
         """The value of `make()`, which reads `source` and `weights` only: collected, or reused."""
         origin = root(source)
         if id(origin) not in self._inputs and id(origin) not in self._tensors:
             return make()  # the source is neither an input nor computed from one alone
-        key = id(owner), id(origin), source.shape, source.stride(), source.storage_offset()
+        key = id(owner), kind, id(origin), source.shape, source.stride(), source.storage_offset()
         if not self.collecting:
             return self._made[key][1] if key in self._made else make()
         value = make()

@@ -24,6 +24,7 @@ def projection(fuse: Fusions) -> Forward:
 
 RECIPE = Recipe(
     family="text projections of diffusers",
+    generic=True,
     patches=(
         Patch(
             "diffusers.models.embeddings.PixArtAlphaTextProjection",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,13 +25,15 @@ from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.readable import short_counts
 from ...fuser.recording import CannotRecord, Recording, opaque_layers
-from ...fuser.running import Executable, OtherShape
+from ...fuser.rewriting import take_bias_out_of_convolutions, take_gelu_into_products
+from ...fuser.running import Executable, OtherShape, PromptSteps
 from ...ops.linear import algorithms
+from ..graphs import prompt_graph
 from ..identify.structure import layout, structure_of
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
 from .program_sites import ProgramSites
-from .prompt_values import PerForwardCache
+from .prompt_values import PerForwardCache, Prompts, storage_ref
 from .recordable import little_to_gain, opaque_in, remembers, signature, unknown_constant, why_not
 
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
@@ -67,18 +70,49 @@ class Recorded:
     plan: Plan
     shared: PerForwardCache = field(default_factory=PerForwardCache)
 
-    def run(self, inputs: Sequence[Tensor]) -> Any:
-        """The result of a forward; what the blocks of a model share is made by the first of them.
-        A comparison makes everything anew."""
-        early, places = None, self.executable.early_inputs
-        if places and mode.notes is None and not mode.off:
-            first, *others = [inputs[place] for place in places]
-            early = self.shared(first, None, lambda: self.executable.early(inputs), others)
-        return self.recording.result(self.executable(inputs, early))
+    def run(self, inputs: Sequence[Tensor], prompts: Sequence[KeptPrompt] = ()) -> Any:
+        """The result of a forward; what the blocks of a model share is made by the first of them,
+        and what is made of a prompt is kept until another comes. A comparison makes everything
+        anew."""
+        early, kept, places = None, None, self.executable.early_inputs
+        if mode.notes is None and not mode.off:
+            if places:
+                first, *others = [inputs[place] for place in places]
+                early = self.shared(first, None, lambda: self.executable.early(inputs), others)
+            if prompts:
+                kept = [prompt(inputs) for prompt in prompts]
+        return self.recording.result(self.executable(inputs, early, kept))
 
     def described(self) -> BlockLine:
         left = short_counts(self.plan.left)
         return BlockLine(self.kind, self.plan.ops, self.kernels, left, tuple(self.plan.refused))
+
+
+@dataclass(eq=False)
+class KeptPrompt:
+    """What one module makes of its prompt: kept from the second call with the same one on."""
+
+    steps: PromptSteps
+    prompts: Prompts
+    owner: nn.Module
+    layers: Mapping[str, nn.Module]
+    last: Any = None  # a weak reference to the memory of the prompt of the last call
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
+        source, weights = inputs[self.steps.source], [inputs[i] for i in self.steps.weights]
+        read = {self.steps.source, *self.steps.weights}
+        # other inputs must not be kept alive
+        own = [t if i in read else None for i, t in enumerate(inputs)]
+
+        def make() -> list[Any]:
+            with _running_with(self.layers):
+                return self.steps.make(own)
+
+        again = self.last is not None and self.last() is prompt_graph.root(source).untyped_storage()
+        if not again and prompt_graph.active() is None:
+            self.last = storage_ref(prompt_graph.root(source))
+            return make()
+        return self.prompts.once(self.owner, source, weights, make, self.steps)
 
 
 @dataclass(eq=False)
@@ -90,6 +124,7 @@ class Bound:
     layouts: list[Any]
     opaque: tuple[nn.Module, ...]
     layers: dict[str, nn.Module]  # the layer of each weight that is a matrix
+    prompts: Sequence[KeptPrompt] = ()
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The result of a forward, or a `str`: why the module's own has to run this time."""
@@ -97,16 +132,14 @@ class Bound:
         if list(map(layout, weights)) != self.layouts:
             return "weights of another layout than when they were recorded"
         inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
-        before, _running.layers = _running.layers, self.layers
         try:
-            if not self.opaque:
-                return self.recorded.run(inputs)
-            with opaque_layers(self.opaque):
-                return self.recorded.run(inputs)
+            with _running_with(self.layers):
+                if not self.opaque:
+                    return self.recorded.run(inputs, self.prompts)
+                with opaque_layers(self.opaque):
+                    return self.recorded.run(inputs, self.prompts)
         except OtherShape:
             return "a result whose shape depends on values has another one"
-        finally:
-            _running.layers = before
 
 
 class _Running(threading.local):
@@ -118,12 +151,22 @@ class _Running(threading.local):
 _running = _Running()
 
 
+@contextmanager
+def _running_with(layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    before, _running.layers = _running.layers, layers
+    try:
+        yield
+    finally:
+        _running.layers = before
+
+
 @dataclass(eq=False)
 class Programs:
     """The recordings of one injection."""
 
     exact: bool = True
     fp8_layers: Any = None
+    prompts: Prompts | None = None
     # calls of blocks of a class, or of a program, that ran otherwise than compared, and why
     fell_back: Counter[tuple[str, str]] = field(default_factory=Counter)
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
@@ -200,7 +243,23 @@ class Programs:
         places = _places(module, found.recording.weights)
         layouts = [layout(holder[name]) for holder, name in places]
         layers = _layers(module, found.recording)
-        return Bound(found, places, layouts, opaque, layers), result if opaque else None
+        prompts = self._prompts(module, found, layers)
+        return Bound(found, places, layouts, opaque, layers, prompts), result if opaque else None
+
+    def _prompts(
+        self, module: nn.Module, found: Recorded, layers: dict[str, nn.Module]
+    ) -> list[KeptPrompt]:
+        if self.prompts is None:
+            return []
+        kept = []
+        for steps in found.executable.prompts:
+            names = [found.recording.weights[place] for place in steps.weights]
+            own = [module.get_submodule(name.rpartition(".")[0]) for name in names]
+            if self.fp8_layers is not None:
+                for layer in own:
+                    self.fp8_layers.leave(layer, "runs once per prompt")
+            kept.append(KeptPrompt(steps, self.prompts, own[0], layers))
+        return kept
 
     def _recorded(
         self, module: nn.Module, args: Any, kwargs: Any, opaque: tuple[nn.Module, ...]
@@ -215,6 +274,9 @@ class Programs:
         result, made.results = made.result(made.results), []
         if why := unknown_constant(module, made):
             return why, result
+        if not self.exact and self.fp8_layers is None:
+            take_gelu_into_products(made.graph)
+        take_bias_out_of_convolutions(made.graph)
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
         kernels = Kernels(self.exact)
         try:

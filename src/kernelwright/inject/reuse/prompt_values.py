@@ -58,20 +58,25 @@ class Prompts:
     )
 
     def once(
-        self, owner: nn.Module, source: Tensor, layers: Sequence[nn.Module], make: Callable[[], T]
+        self,
+        owner: nn.Module,
+        source: Tensor,
+        weights: Sequence[Tensor],
+        make: Callable[[], T],
+        kind: Hashable = None,
     ) -> T:
-        """`make()`, cached for `owner`; it depends on `source` and weights of `layers` alone."""
-        weights = [p for layer in layers for p in layer._parameters.values() if p is not None]
+        """`make()`, cached for `owner`; it depends on `source` and `weights` alone. Values of
+        another `kind` are not the same."""
         if sites.mode.notes is not None or not can_cache(source, weights):
             return make()
         running = prompt_graph.active()
         if running is not None:
-            return running.once(owner, source, weights, sites.bind_mode(make))
+            return running.once(owner, source, weights, sites.bind_mode(make), kind)
         if source.is_cuda and not model_run.checks_samples():
             return make()  # uncounted writes would go unnoticed
         origin = root(source)
         tensors = origin, *weights
-        facts = layout_and_version(source), sites.mode.cache_scope, self.samples.epoch
+        facts = layout_and_version(source), kind, sites.mode.cache_scope, self.samples.epoch
         entry = self._by_module.get(owner)
         if entry is not None and entry[0].holds(tensors, facts):
             return entry[1]
