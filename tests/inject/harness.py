@@ -95,13 +95,16 @@ def check_fused(model, inputs, **how):
 def draws(inputs):
     """The same inputs with other latents, or with the tokens in another order."""
     main = next(k for k in ("hidden_states", "sample", "input_ids", "x") if k in inputs)
-    for seed in range(24 if inputs[main].is_cuda else 4):
-        value, generator = inputs[main], torch.Generator().manual_seed(seed)
-        if value.is_floating_point():
-            other = torch.randn(value.shape, generator=generator).to(value)
-        else:
-            other = value[:, torch.randperm(value.shape[1], generator=generator)]
-        yield {**inputs, main: other}
+    values = pytree.tree_leaves(inputs[main])  # some models take a list of latents
+    for seed in range(24 if values[0].is_cuda else 4):
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(value, generator=generator):
+            if value.is_floating_point():
+                return torch.randn(value.shape, generator=generator).to(value)
+            return value[:, torch.randperm(value.shape[1], generator=generator)]
+
+        yield {**inputs, main: pytree.tree_map(drawn, inputs[main])}
 
 
 def check_restored(model, inputs, expected):

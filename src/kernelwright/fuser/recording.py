@@ -78,7 +78,29 @@ LINEAR = library.define(
     F.linear,
     lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )
-# never in a forward that is recorded: a rewriting of its graph may put it there
+
+
+def separate_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> list[Tensor]:
+    """Linear layers of one input: parts of one tensor."""
+    parts = [F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
+    return _parts(torch.cat(parts, -1), weights)
+
+
+def _parts(y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return list(y.split_with_sizes([len(w) for w in weights], -1))
+
+
+# these two are in no forward that is recorded: a rewriting of its graph puts them there
+LINEARS = library.define(
+    "recorded_linears",
+    "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]",
+    separate_linears,
+    lambda x, weights, biases: _parts(
+        x.new_empty(*x.shape[:-1], sum(len(w) for w in weights)), weights
+    ),
+)
 LINEAR_GELU = library.define(
     "recorded_linear_gelu",
     "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",

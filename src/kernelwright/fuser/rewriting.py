@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..backends.torch_internals import adds_bias_apart
-from .recording import LINEAR, LINEAR_GELU
+from ..backends.torch_internals import adds_bias_apart, pytree
+from .recording import LINEAR, LINEAR_GELU, LINEARS
+from .row_layout import ACCESS
+from .views import PARTS, VIEWS, packet
 
 aten: Any = torch.ops.aten
 
@@ -50,3 +55,84 @@ def take_gelu_into_products(graph: fx.Graph) -> None:
         node.replace_all_uses_with(both)
         graph.erase_node(node)
         graph.erase_node(product)
+
+
+def join_products_of_one_input(graph: fx.Graph, wanted: Callable[[list[fx.Node]], bool]) -> None:
+    """Write linear layers of one input as one op, whose results are parts of one tensor; only those
+    that are `wanted`."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=LINEAR):
+        found.setdefault(node.args[0], []).append(node)
+    for nodes in found.values():
+        if len(nodes) > 1 and _have_one_form(nodes) and wanted(nodes):
+            _Joined(graph, nodes).write()
+
+
+def _have_one_form(nodes: list[fx.Node]) -> bool:
+    """Whether all or none have a bias, and each part of the result begins where a vector may."""
+    widths = [n.meta["val"].shape[-1] * n.meta["val"].element_size() for n in nodes]
+    biases = {n.args[2] is None for n in nodes}
+    own = {n.args[1] for n in nodes}
+    return len(biases) == 1 and len(own) == len(nodes) and not any(w % ACCESS for w in widths)
+
+
+class _Joined:
+    """Linear layers that become parts of one product. Views of their results then lie otherwise;
+    where one cannot be, everything stays as it was."""
+
+    def __init__(self, graph: fx.Graph, nodes: list[fx.Node]) -> None:
+        self.graph, self.nodes = graph, nodes
+        self.before: dict[fx.Node, Any] = {}
+
+    def write(self) -> None:
+        x = self.nodes[0].args[0]
+        weights = [n.args[1] for n in self.nodes]
+        biases = [n.args[2] for n in self.nodes if n.args[2] is not None]
+        with self.graph.inserting_before(self.nodes[0]):
+            both = self.graph.call_function(LINEARS, (x, weights, biases))
+            both.meta["val"] = _called(both)
+            parts = [
+                self.graph.call_function(operator.getitem, (both, i))
+                for i in range(len(self.nodes))
+            ]
+        for node, part, value in zip(self.nodes, parts, both.meta["val"], strict=True):
+            part.meta["val"] = value
+            node.replace_all_uses_with(part)
+        try:
+            self._move_views(parts)
+        except RuntimeError:
+            for view, value in self.before.items():
+                view.meta["val"] = value
+            for node, part in zip(self.nodes, parts, strict=True):
+                part.replace_all_uses_with(node)
+                self.graph.erase_node(part)
+            self.graph.erase_node(both)
+            return
+        for node in self.nodes:
+            self.graph.erase_node(node)
+
+    def _move_views(self, parts: list[fx.Node]) -> None:
+        """Say of all views of the parts how they lie now; raises where one cannot be a view."""
+        moved = set(parts)
+        for node in self.graph.nodes:
+            source = node.all_input_nodes[0] if node.all_input_nodes else None
+            part_of = getattr(node.target, "__name__", "") == "getitem"
+            if source not in moved or not (part_of or packet(node) in (*VIEWS, *PARTS)):
+                continue
+            self.before[node] = node.meta["val"]
+            node.meta["val"] = _called(node)
+            moved.add(node)
+
+
+def _called(node: fx.Node) -> Any:
+    """The result of a node, of what its arguments were when recorded."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with next(_fake_modes(node), nullcontext()):
+        return node.target(*args, **kwargs)
+
+
+def _fake_modes(node: fx.Node) -> Iterator[Any]:
+    for n in node.all_input_nodes:
+        for value in pytree.tree_leaves(n.meta["val"]):
+            if (mode := getattr(value, "fake_mode", None)) is not None:
+                yield mode

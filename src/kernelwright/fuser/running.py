@@ -26,22 +26,26 @@ from .recording import (
     LAYER,
     LINEAR,
     LINEAR_GELU,
+    LINEARS,
     RMS_NORM,
     call_layer,
     plain_attention,
     plain_rms_norm,
+    separate_linears,
 )
 
 aten: Any = torch.ops.aten
 # writes what a program stores: (program, what it loads by name, what it stores by name)
 Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 Values = list[Any]
-# what computes a linear layer with the weight of this name: (name) -> (x, weight, bias) -> y
-Products = Callable[[str], Callable[[Tensor, Tensor, Tensor | None], Tensor]]
+# what computes linear layers with the weights of these names: a function with the arguments and the
+# result of the op LINEAR for one name, of LINEARS for several
+Products = Callable[[Sequence[str]], Callable[..., Any]]
 # straight to the function, not through the dispatcher
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
     LINEAR_GELU: linear_gelu,
+    LINEARS: separate_linears,
     ATTENTION: plain_attention,
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
@@ -49,7 +53,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 
 
 # ops with a weight: an input that reaches one is an activation, and differs from block to block
-PRODUCTS = (LINEAR, LINEAR_GELU, LAYER, aten.convolution.default)
+PRODUCTS = (LINEAR, LINEAR_GELU, LINEARS, LAYER, aten.convolution.default)
 
 
 class OtherShape(Exception):
@@ -232,8 +236,9 @@ class Executable:
 
     def _leaf(self, node: fx.Node) -> _Step:
         function = PLAIN.get(node.target, node.target)
-        if node.target is LINEAR and self._products is not None:
-            function = self._products(node.args[1].name)
+        if node.target in (LINEAR, LINEARS) and self._products is not None:
+            weights = node.args[1] if node.target is LINEARS else [node.args[1]]
+            function = self._products([w.name for w in weights])
         args = [self._reader(a) for a in node.args]
         kwargs = {k: self._reader(v) for k, v in node.kwargs.items()}
         reads = self._places((node.args, node.kwargs))

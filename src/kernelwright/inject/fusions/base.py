@@ -48,7 +48,8 @@ class BaseFusions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", Prompts(self.samples))
-        object.__setattr__(self, "programs", Programs(self.exact, self.fp8_layers, self.prompts))
+        programs = Programs(self.exact, self.fp8_layers, self.prompts, self.same_bits)
+        object.__setattr__(self, "programs", programs)
 
     def __deepcopy__(self, memo: Any) -> BaseFusions:
         return self

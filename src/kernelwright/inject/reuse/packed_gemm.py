@@ -94,7 +94,7 @@ def _key(way: str, x: Tensor, sizes: Sequence[int], bias: bool) -> Any:
 _of_expired = SameBits()
 
 
-def _projections(x: Tensor, weights: list[Tensor], biases: list[Tensor], exact: int) -> Tensor:
+def projections(x: Tensor, weights: list[Tensor], biases: list[Tensor], exact: int) -> Tensor:
     """x @ w.T + b of all layers, concatenated: [..., sum of outputs]. `exact` is the id of a
     `SameBits`, or 0."""
     with nullcontext() if not torch.is_grad_enabled() else torch.no_grad():
@@ -148,7 +148,7 @@ def _empty_output(x: Tensor, weights: Sequence[Tensor], *_: Any) -> Tensor:
 PROJECTIONS = library.define_unrecorded(
     "projections",
     "(Tensor x, Tensor[] weights, Tensor[] biases, int exact) -> Tensor",
-    _projections,
+    projections,
     _empty_output,
 )
 

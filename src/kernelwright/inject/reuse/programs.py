@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...fuser import planning, recording
 from ...fuser.index import CannotIndex
@@ -25,13 +26,19 @@ from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.readable import short_counts
 from ...fuser.recording import CannotRecord, Recording, opaque_layers
-from ...fuser.rewriting import take_bias_out_of_convolutions, take_gelu_into_products
+from ...fuser.rewriting import (
+    join_products_of_one_input,
+    take_bias_out_of_convolutions,
+    take_gelu_into_products,
+)
 from ...fuser.running import Executable, OtherShape, PromptSteps
 from ...ops.linear import algorithms
 from ..graphs import prompt_graph
 from ..identify.structure import layout, structure_of
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
+from . import packed_weights
+from .packed_gemm import SameBits, packed_linear, projections, separate_linears
 from .program_sites import ProgramSites
 from .prompt_values import PerForwardCache, Prompts, storage_ref
 from .recordable import little_to_gain, opaque_in, remembers, signature, unknown_constant, why_not
@@ -167,6 +174,7 @@ class Programs:
     exact: bool = True
     fp8_layers: Any = None
     prompts: Prompts | None = None
+    same_bits: SameBits | None = None
     # calls of blocks of a class, or of a program, that ran otherwise than compared, and why
     fell_back: Counter[tuple[str, str]] = field(default_factory=Counter)
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
@@ -277,6 +285,10 @@ class Programs:
         if not self.exact and self.fp8_layers is None:
             take_gelu_into_products(made.graph)
         take_bias_out_of_convolutions(made.graph)
+        join_products_of_one_input(
+            made.graph,
+            partial(self._wanted_together, module, made, made.inputs(module, args, kwargs)),
+        )
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
         kernels = Kernels(self.exact)
         try:
@@ -292,17 +304,72 @@ class Programs:
         kind = type(module).__name__
         return Recorded(kind, made, executable, len(programs), plan), result
 
-    def _product(self, weight: str) -> Callable[..., Tensor]:
-        """A linear layer: in fp8 if its layer is, else by the fastest algorithm."""
+    def _product(self, weights: Sequence[str]) -> Callable[..., Any]:
+        """Linear layers: in fp8 if they are, else by the fastest algorithm."""
+        if len(weights) > 1:
+            return partial(self._products, weights)
         if self.fp8_layers is None:
             return algorithms.linear
+        return partial(self._fp8_product, weights[0])
 
-        def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-            layer = _running.layers.get(weight)
-            y = None if layer is None else self.fp8_layers(layer, x)
-            return algorithms.linear(x, w, bias) if y is None else y
+    def _fp8_product(self, weight: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        layer = _running.layers.get(weight)
+        y = None if layer is None else self.fp8_layers(layer, x)
+        return algorithms.linear(x, w, bias) if y is None else y
 
-        return product
+    def _products(
+        self, names: Sequence[str], x: Tensor, weights: list[Tensor], biases: list[Tensor]
+    ) -> Sequence[Tensor]:
+        """Layers of one input: parts of one tensor, as one product where possible."""
+        sizes = [len(w) for w in weights]
+        if self.fp8_layers is None:
+            exact = self.same_bits.id if self.exact and self.same_bits is not None else 0
+            return projections(x, weights, biases, exact).split_with_sizes(sizes, -1)
+        layers = [_running.layers[name] for name in names]
+        y = self.fp8_layers.together(layers, x)
+        if y is None:
+            own = biases or (None,) * len(weights)
+            given = zip(names, weights, own, strict=True)
+            parts = [self._fp8_product(name, x, w, b) for name, w, b in given]
+            y = torch.cat(parts, -1).split_with_sizes(sizes, -1)
+        return y
+
+    def _wanted_together(
+        self, module: nn.Module, made: Recording, inputs: Sequence[Tensor], nodes: list[fx.Node]
+    ) -> bool:
+        """Whether these linear layers of one input are faster as one product, in `exact` with the
+        bits of several."""
+        if self.same_bits is None:
+            return False
+        own = dict(zip(made.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        layers = _layers(module, made)
+        weights = [own.get(n.args[1]) for n in nodes]
+        biases = [None if n.args[2] is None else own.get(n.args[2]) for n in nodes]
+        if any(w is None for w in weights) or any(n.args[1].name not in layers for n in nodes):
+            return False
+        if self.fp8_layers is not None:
+            return all(self.fp8_layers.wanted(layers[n.args[1].name]) for n in nodes)
+        like = nodes[0].args[0].meta["val"]
+        if packed_weights.why_unlike(weights, biases) or not like.is_contiguous():
+            return False
+        return not self.exact or self._have_same_bits(like, weights, biases)
+
+    def _have_same_bits(self, like: Tensor, weights: list[Any], biases: list[Any]) -> bool:
+        """Whether one product of layers sums in the order of several, tried on random numbers."""
+        assert self.same_bits is not None
+        x = torch.randn(like.shape, dtype=like.dtype, device=like.device)
+        biases = [b for b in biases if b is not None]
+        packed = packed_weights.packed_weights(weights, biases, x)
+        if isinstance(packed, str):
+            return False
+        return self.same_bits(
+            "one",
+            x,
+            packed.sizes,
+            bool(biases),
+            lambda: packed_linear(x, packed).split_with_sizes(packed.sizes, -1),
+            lambda: tuple(separate_linears(x, weights, biases)),
+        )
 
 
 def _layers(root: nn.Module, made: Recording) -> dict[str, nn.Module]:
