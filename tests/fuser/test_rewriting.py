@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from kernelwright.fuser import planning, recording, rewriting, running
-from kernelwright.fuser.recording import LINEAR, LINEAR_GELU
+from kernelwright.fuser.program import Program
+from kernelwright.fuser.recording import LINEAR, LINEAR_GELU, LINEARS
 
 aten = torch.ops.aten
 
@@ -83,3 +84,50 @@ def test_a_gelu_that_cublas_does_not_have_stays_as_it_is(other):
     made = recorded(FeedForward(**other), torch.randn(4, 16))
     rewriting.take_gelu_into_products(made.graph)
     assert targets(made) == ([LINEAR, LINEAR], [])
+
+
+class Attention(nn.Module):
+    def __init__(self, bias=True, flat=False):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 64, bias=bias) for _ in range(3))
+        self.flat = flat
+
+    def forward(self, x):
+        q, k, v = (layer(x) for layer in (self.q, self.k, self.v))
+        if self.flat:  # no view of a part of a larger tensor
+            return q.view(-1).sigmoid(), k.sigmoid(), v.sigmoid()
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in (q, k, v))
+        q, k = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 1e-6), k * 2
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def joined(block, wanted=lambda nodes: True):
+    made = recorded(block, torch.randn(2, 6, 32))
+    rewriting.join_products_of_one_input(made.graph, wanted)
+    return made, len(made.graph.find_nodes(op="call_function", target=LINEARS))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_one_input_are_parts_of_one_product(bias):
+    block, x = Attention(bias), torch.randn(2, 6, 32)
+    made, products = joined(block)
+    assert products == 1
+    assert targets(made) == ([], [])
+    got, want = result(made, block, x)
+    assert torch.equal(got, want)
+    # query and key are one program: both are parts of the product
+    assert sum(isinstance(s, Program) for s in planning.plan(made).steps) == 1
+
+
+def test_only_wanted_layers_are_joined():
+    made, products = joined(Attention(), wanted=lambda nodes: False)
+    assert not products
+    assert len(targets(made)[0]) == 3
+
+
+def test_layers_whose_results_have_to_lie_alone_stay_apart():
+    block, x = Attention(flat=True), torch.randn(2, 6, 32)
+    made, products = joined(block)
+    assert not products
+    got, want = result(made, block, x)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))

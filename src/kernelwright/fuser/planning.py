@@ -22,7 +22,7 @@ from .index import Affine, CannotIndex, Cut, Space, Split
 from .layouts import in_rows
 from .node_kinds import NodeKinds
 from .program import Program, Store
-from .recording import RMS_NORM, Recording
+from .recording import LINEARS, RMS_NORM, Recording
 from .views import aten, is_tensor, packet, shape_of
 
 # an operand with this many times fewer elements is computed again wherever it is used
@@ -179,8 +179,11 @@ class _Planner:
         for n in self.graph.nodes:
             if n not in self.stored:
                 continue
-            inlined, direct = self._inlined(n), self._sources(n) & self.stored
+            sources = self._sources(n)
+            inlined, direct = self._inlined(n) | sources, sources & self.stored
             large = {m for m in inlined if prod(shape_of_any(m)) * SMALL >= prod(shape_of(n))}
+            # query, key and value are parts of one product: one launch, and tables are read once
+            large |= {i for s in sources for i in s.all_input_nodes if i.target is LINEARS}
             for group in groups:
                 first = group.nodes[0]
                 if self.stage[first] != self.stage[n] or shape_of(first) != shape_of(n):

@@ -100,7 +100,7 @@ class _Joined:
             node.replace_all_uses_with(part)
         try:
             self._move_views(parts)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # a fake tensor raises the second
             for view, value in self.before.items():
                 view.meta["val"] = value
             for node, part in zip(self.nodes, parts, strict=True):
