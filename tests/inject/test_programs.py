@@ -6,7 +6,9 @@ from fuser.blocks import Block, drawn
 from torch import nn
 
 import kernelwright as kw
+from kernelwright.fuser import recording
 from kernelwright.inject.identify.structure import structure_of
+from kernelwright.inject.reuse.packed_gemm import SameBits
 from kernelwright.inject.reuse.programs import Programs
 from kernelwright.inject.reuse.recordable import signature
 
@@ -86,3 +88,32 @@ def test_a_layer_that_counts_is_called_once_even_if_its_block_is_not_recorded_af
             result = block(x)
         assert len(calls) == 1
         assert torch.equal(result, block(x))
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 128), nn.Linear(64, 128)
+
+    def forward(self, x):
+        return self.q(x) * self.k(x)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["packed", "not packed"])
+@torch.no_grad()
+def test_layers_of_one_input_are_one_product_where_their_weights_can_lie_together(shared):
+    block, x = Projections().eval(), torch.randn(2, 8, 64)
+    programs = Programs(same_bits=SameBits())
+    made = recording.record(block, (x,), {})
+    nodes = made.graph.find_nodes(op="call_function", target=recording.LINEAR)
+    held = block.k.weight.data if shared else None  # another owner of its memory
+    inputs = made.inputs(block, (x,), {})
+    assert programs._wanted_together(block, made, inputs, nodes) != shared
+    weights, biases = [block.q.weight, block.k.weight], [block.q.bias, block.k.bias]
+    together = block.k.weight.data_ptr() - block.q.weight.data_ptr() == block.q.weight.nbytes
+    assert together != shared
+    names = [n.args[1].name for n in nodes]
+    got = programs._product(names)(x, weights, biases)
+    assert [t.stride() for t in got] == [(8 * 256, 256, 1)] * 2
+    assert all(torch.equal(g, layer(x)) for g, layer in zip(got, (block.q, block.k), strict=True))
+    assert held is None or held.data_ptr() == block.k.weight.data_ptr()

@@ -285,11 +285,12 @@ class Programs:
         if not self.exact and self.fp8_layers is None:
             take_gelu_into_products(made.graph)
         take_bias_out_of_convolutions(made.graph)
-        join_products_of_one_input(
-            made.graph,
-            partial(self._wanted_together, module, made, made.inputs(module, args, kwargs)),
-        )
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
+        if device is not None:
+            # on a CPU, PyTorch's functions of parts of a tensor have other bits than of a whole one
+            inputs = made.inputs(module, args, kwargs)
+            wanted = partial(self._wanted_together, module, made, inputs)
+            join_products_of_one_input(made.graph, wanted)
         kernels = Kernels(self.exact)
         try:
             plan = planning.plan(made, None if device is None else kernels.why_not)
