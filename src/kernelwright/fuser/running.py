@@ -95,8 +95,9 @@ class Executable:
         early, self.early_inputs = self._find_early(steps, len(inputs) - plan.given, len(inputs))
         late = [s for s in steps if s not in early]
         written = set().union(*(s.writes for s in early))
-        self._shared = sorted(written & needed.union(*(s.reads for s in late)))
-        self._early = _letting_go(early, needed | set(self._shared))
+        later = needed.union(*(s.reads for s in late))
+        self._shared = sorted(written & later)
+        self._early = _letting_go(early, later)
         self._late = _letting_go(late, needed | written)
 
     def __call__(self, inputs: Sequence[Tensor], early: Sequence[Any] | None = None) -> list[Any]:
