@@ -176,6 +176,24 @@ def test_values_are_let_go_after_their_last_use():
     assert max(alive[:4]) == 0  # what a program made is gone when the next one begins
 
 
+def test_an_input_of_early_steps_may_be_read_later_as_well():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, table):
+            return self.linear(x) * table.cumsum(-1) + table
+
+    module, args = Adds(), (drawn(4, 8, dtype=torch.float32), drawn(4, 8, dtype=torch.float32))
+    recorded, plan = planned(module, *args)
+    execute = running.Executable(plan)
+    inputs = recorded.inputs(module, args, {})
+    assert execute.early_inputs == [len(inputs) - 1]
+    for early in (None, execute.early(inputs)):
+        assert torch.equal(execute(inputs, early)[0], module(*args))
+
+
 def test_an_op_that_is_not_known_stays_pytorchs():
     plan = check(Small(lambda x: (x * 2).cumsum(-1) + 1), drawn(3, 8))
     assert plan.left == {"aten.cumsum.default": 1}

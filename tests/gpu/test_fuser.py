@@ -5,12 +5,15 @@ import torch
 import torch.nn.functional as F
 from fuser import blocks
 from fuser.blocks import Small
+from inject.harness import check_fused
 from torch import fx, nn
 
 import kernelwright as kw
 from kernelwright import models
 from kernelwright.fuser import planning, recording, running
+from kernelwright.fuser.attention_by_lengths import attend, read
 from kernelwright.fuser.launching import Kernels
+from kernelwright.inject.graphs.host_reads import OTHER_VALUES
 
 pytestmark = pytest.mark.gpu
 HALF = [torch.bfloat16, torch.float16]
@@ -217,6 +220,53 @@ def test_graphs_of_forwards_that_read_on_the_host():
     assert torch.equal(graphs(model, type(model).forward, (x, other), {}), model(x, other))
     model.table.mul_(2)
     assert torch.equal(graphs(model, type(model).forward, (x, mask), {}), model(x, mask))
+
+
+@pytest.mark.parametrize("name", ["hunyuan-video", "hunyuan-video-1.5"])
+@torch.no_grad()
+def test_graphs_of_attention_by_lengths_follow_the_mask(name):
+    how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
+    model, given = models.build(name, **how), models.inputs(name, **how)
+    check_fused(model, given, recipes=False)
+    mask = given["encoder_attention_mask"]
+    longer = torch.zeros_like(mask)
+    longer[:, :5] = 1
+    both = [{**given, "encoder_attention_mask": m} for m in (mask, longer)]
+    with kw.injected(model, numerics="fused", recipes=False):
+        model(**given)
+        want = [model(**inputs) for inputs in both]
+    assert not _equal(*want)
+    with kw.injected(model, numerics="fused", recipes=False, graphs=True) as report:
+        for _ in range(3):
+            assert _equal(model(**both[0]), want[0])
+        (graphs,) = report.graphs
+        assert graphs.captured == 1, graphs.reasons
+        for _ in range(2):
+            assert _equal(model(**both[1]), want[1])
+            assert _equal(model(**both[0]), want[0])
+        assert set(graphs.reasons) == {OTHER_VALUES}
+    assert not report.problems
+    assert any("attention by lengths" in str(line) for line in report.blocks)
+
+
+@torch.no_grad()
+def test_attention_by_lengths_has_the_layout_of_what_was_recorded():
+    """Kernels with a mask and without one may leave heads and tokens in another order."""
+    query, key, value = torch.randn(3, 1, 300, 4, 64, device="cuda").bfloat16().transpose(2, 3)
+    for rows in (1, 300):
+        mask = torch.zeros(1, 1, rows, 300, dtype=torch.bool, device="cuda")
+        mask[:, :, :200, :200] = True
+        like = F.scaled_dot_product_attention(query, key, value, mask)
+        for layout in (like, like.contiguous(), like.transpose(1, 2).contiguous().transpose(1, 2)):
+            got = attend(
+                *(query, key, value, mask, 0.0, False, None, False, ()),
+                *(read(mask, 300, 300), layout),
+            )
+            assert got.stride() == layout.stride()
+            want = F.scaled_dot_product_attention(*(t.double() for t in (query, key, value)), mask)
+            errors = [(t.double() - want)[:, :, :200].abs().max() for t in (got, like)]
+            assert errors[0] <= errors[1] + 2**-9 * want.abs().max()  # one rounding more
+            assert rows == 1 or not got[:, :, 200:].any()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 
 from ..ops.linear import linear_gelu
 from . import interpreter
+from .attention_by_lengths import Lengths, attend
 from .building import Builder
 from .expression import Load
 from .index import Affine, Space
@@ -41,6 +43,8 @@ Values = list[Any]
 # what computes linear layers with the weights of these names: a function with the arguments and the
 # result of the op LINEAR for one name, of LINEARS for several
 Products = Callable[[Sequence[str]], Callable[..., Any]]
+# what a mask says: lengths, or why it is needed; None if it was not asked: (mask, queries, keys)
+LengthsOf = Callable[[Tensor, int, int], Lengths | str | None]
 # straight to the function, not through the dispatcher
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
@@ -70,6 +74,7 @@ class _Step:
     product: bool = False  # whether it multiplies by a weight
     attends: bool = False
     layer: bool = False  # whether it calls a layer, which may have a memory
+    only_early: bool = False  # left out if it would run in every block
 
 
 @dataclass(eq=False)
@@ -98,13 +103,20 @@ class Executable:
 
     Its first steps may be *early*: made of inputs that no product reads, such as a mask that all
     blocks of a model are given. `early_inputs` are their positions among the inputs. Others may be
-    made of a prompt alone (`prompts`).
+    made of a prompt alone (`prompts`). With `lengths_of` what an early mask says is asked early as
+    well, and attention runs by lengths where that is all; `lengths` are the last answers.
     """
 
     def __init__(
-        self, plan: Plan, programs: Runner = interpreter.run, products: Products | None = None
+        self,
+        plan: Plan,
+        programs: Runner = interpreter.run,
+        products: Products | None = None,
+        lengths_of: LengthsOf | None = None,
     ) -> None:
         self._plan, self._programs, self._products = plan, programs, products
+        self._lengths_of = lengths_of
+        self.lengths: dict[str, Lengths | str | None] = {}
         self._place: dict[str, int] = {}
         inputs = plan.graph.find_nodes(op="placeholder")
         self._start: Values = [None] * len(inputs)
@@ -113,10 +125,14 @@ class Executable:
         for name, value in plan.constants.items():
             self._new(name)
             self._start.append(value)
-        steps = [
-            self._leaf(step) if isinstance(step, fx.Node) else self._program(step)
-            for step in plan.steps
-        ]
+        steps: list[_Step] = []
+        for step in plan.steps:
+            if isinstance(step, Program):
+                steps.append(self._program(step))
+                continue
+            if self._by_lengths(step):
+                steps.append(self._lengths_step(step))
+            steps.append(self._leaf(step))
         (output,) = plan.graph.find_nodes(op="output")
         self._outputs = [self._reader(o) for o in output.args[0]]
         needed: set[int] = set()
@@ -124,22 +140,20 @@ class Executable:
             needed |= self._places(o)
         weights = len(inputs) - plan.given
         early, self.early_inputs = self._find_early(steps, weights, len(inputs))
-        of_prompts = _find_prompts(
-            [s for s in steps if s not in early], weights, len(inputs), needed
-        )
+        of_prompts = _find_prompts(steps, early, weights, len(inputs), needed)
         apart = {*early, *(s for found in of_prompts.values() for s in found)}
-        late = [s for s in steps if s not in apart]
-        read = needed.union(*(s.reads for s in late))
+        late = [s for s in steps if s not in apart and not s.only_early]
+        later = needed.union(*(s.reads for s in late))
         written = set().union(*(s.writes for s in apart))
-        self._shared = sorted(read & set().union(*(s.writes for s in early)))
-        self._early = _letting_go(early, needed | set(self._shared))
+        self._shared = sorted(later & set().union(*(s.writes for s in early)))
+        self._early = _letting_go(early, later)
         self._late = _letting_go(late, needed | written)
         self.prompts = [
             PromptSteps(
                 source,
                 sorted({p for s in found for p in s.reads if p < weights}),
                 [s.run for s in found],
-                sorted(read & set().union(*(s.writes for s in found))),
+                sorted(later & set().union(*(s.writes for s in found))),
                 self._values(()),
             )
             for source, found in of_prompts.items()
@@ -242,6 +256,11 @@ class Executable:
         args = [self._reader(a) for a in node.args]
         kwargs = {k: self._reader(v) for k, v in node.kwargs.items()}
         reads = self._places((node.args, node.kwargs))
+        if self._by_lengths(node):
+            function = partial(attend, like=node.meta["val"])
+            lengths = self._place[_lengths_name(node)]
+            args.append(_value(lengths))
+            reads.add(lengths)
         place = self._new(node.name)
 
         def run(values: Values) -> None:
@@ -253,6 +272,28 @@ class Executable:
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
             step.run = _shaped(run, place, node.meta["val"].shape)
         return step
+
+    def _by_lengths(self, node: fx.Node) -> bool:
+        """Whether to ask what the mask of an attention [batch, heads, tokens, dim] says."""
+        if self._lengths_of is None or node.target is not ATTENTION:
+            return False
+        query, mask, causal = node.args[0], node.args[3], node.args[5]
+        return isinstance(mask, fx.Node) and not causal and query.meta["val"].ndim == 4
+
+    def _lengths_step(self, node: fx.Node) -> _Step:
+        query, key, _, mask = node.args[:4]
+        queries, keys = query.meta["val"].shape[2], key.meta["val"].shape[2]
+        read, name, ask = self._reader(mask), _lengths_name(node), self._lengths_of
+        place = self._new(name)
+        assert ask is not None
+
+        def run(values: Values) -> None:
+            found = self.lengths.get(name)
+            if not isinstance(found, str):  # a mask that says more once will do so again
+                self.lengths[name] = found = ask(read(values), queries, keys)
+            values[place] = found
+
+        return _Step(run, self._places(mask), {place}, only_early=True)
 
     def _program(self, program: Program) -> _Step:
         nodes = {n.name: n for n in self._plan.graph.nodes}
@@ -278,7 +319,7 @@ class Executable:
 
 
 def _find_prompts(
-    steps: list[_Step], weights: int, inputs: int, outputs: set[int]
+    steps: list[_Step], early: list[_Step], weights: int, inputs: int, outputs: set[int]
 ) -> dict[int, list[_Step]]:
     """For each input that reaches the `outputs` through attention alone, the steps that are made of
     it and of weights, if a product is one of them. Weights are the first places, then inputs."""
@@ -291,7 +332,7 @@ def _find_prompts(
         for place in step.writes:
             made_of[place] = made_of.get(place, frozenset()) | roots
             direct[place] = direct.get(place, frozenset()) | (frozenset() if step.attends else ways)
-        if len(roots) == 1 and not step.layer and not step.attends:
+        if len(roots) == 1 and step not in early and not step.layer and not step.attends:
             (root,) = roots
             found.setdefault(root, []).append(step)
     escaped = frozenset().union(*(direct.get(p, frozenset()) for p in outputs))
@@ -329,6 +370,10 @@ def _view(place: int, node: fx.Node, base: fx.Node) -> Callable[[Values], Tensor
         return whole.as_strided(size, strides, whole.storage_offset() + offset)
 
     return view
+
+
+def _lengths_name(attention: fx.Node) -> str:
+    return f"lengths of {attention.name}"
 
 
 def _value(place: int) -> Callable[[Values], Any]:

@@ -19,7 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from ...fuser import planning, recording
+from ...backends.torch_internals import view_base
+from ...fuser import attention_by_lengths, planning, recording
+from ...fuser.attention_by_lengths import Lengths
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
 from ...fuser.planning import Plan
@@ -50,20 +52,22 @@ MAX_RECORDINGS = 512
 @dataclass(frozen=True)
 class BlockLine:
     """What became of the blocks of one class: how many ops are in how many kernels, which are left
-    to PyTorch and how often, and why some have no kernel."""
+    to PyTorch and how often, why some have no kernel, and what masks say."""
 
     kind: str
     ops: int
     kernels: int
     left: dict[str, int]
     why: tuple[str, ...]
+    masks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.kernels:
             return f"{self.kind}: runs as it did: {'; '.join(self.why)}"
         left = ", ".join(f"{n} {op}" for op, n in self.left.items())
         why = f" ({'; '.join(self.why)})" if self.why else ""
-        return f"{self.kind}: {self.ops} ops in {self.kernels} kernels; PyTorch's: {left}{why}"
+        kernels = f"{self.ops} ops in {self.kernels} kernels"
+        return "; ".join([f"{self.kind}: {kernels}", f"PyTorch's: {left}{why}", *self.masks])
 
 
 @dataclass(eq=False)
@@ -91,8 +95,10 @@ class Recorded:
         return self.recording.result(self.executable(inputs, early, kept))
 
     def described(self) -> BlockLine:
-        left = short_counts(self.plan.left)
-        return BlockLine(self.kind, self.plan.ops, self.kernels, left, tuple(self.plan.refused))
+        left, refused = short_counts(self.plan.left), tuple(self.plan.refused)
+        said = [said for said in self.executable.lengths.values() if said is not None]
+        masks = tuple(dict.fromkeys(map(attention_by_lengths.described, said)))
+        return BlockLine(self.kind, self.plan.ops, self.kernels, left, refused, masks)
 
 
 @dataclass(eq=False)
@@ -177,6 +183,7 @@ class Programs:
     same_bits: SameBits | None = None
     # calls of blocks of a class, or of a program, that ran otherwise than compared, and why
     fell_back: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _masks: PerForwardCache = field(default_factory=PerForwardCache)
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
     _last: dict[str, Recorded | str] = field(default_factory=dict)  # by class
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
@@ -301,9 +308,20 @@ class Programs:
             return why, result
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = ProgramSites(type(module).__name__, programs, launched, self.fell_back)
-        executable = Executable(plan, runner, None if device is None else self._product)
+        product = None if device is None else self._product
+        executable = Executable(plan, runner, product, None if self.exact else self._lengths_of)
         kind = type(module).__name__
         return Recorded(kind, made, executable, len(programs), plan), result
+
+    def _lengths_of(self, mask: Tensor, queries: int, keys: int) -> Lengths | str | None:
+        """What a mask says about lengths: asked once per forward, since that waits for the GPU, and
+        not at all where blocks must not share the answer."""
+        if not PerForwardCache.is_allowed(mask):
+            return None
+        view = mask.shape, mask.stride(), mask.storage_offset(), queries, keys
+        return self._masks(
+            view_base(mask), view, lambda: attention_by_lengths.read(mask, queries, keys)
+        )
 
     def _product(self, weights: Sequence[str]) -> Callable[..., Any]:
         """Linear layers: in fp8 if they are, else by the fastest algorithm."""

@@ -1,0 +1,164 @@
+"""Attention whose mask hides whole rows and whole keys: computed on the others, without a mask.
+
+Models that pad their text hide the padding with a dense mask. It says only which keys are valid,
+and sometimes which rows: a few ranges of each. But the fastest kernels take no mask: on an H200
+attention takes 1.5 to 2.3 times as long with one (HunyuanVideo and HunyuanVideo 1.5, 18616 and
+21065 tokens).
+
+A row that sees no key gives zeros, as in PyTorch. If what hides keys is a finite number, the least
+of its dtype, then PyTorch gives such a row a mean of values instead: those masks are used as is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .recording import plain_attention
+
+# ranges of valid rows, or keys, in one sample: words, padding, picture are two
+MAX_RANGES = 4
+# samples of different lengths are one call each
+MAX_CALLS = 8
+
+Ranges = tuple[tuple[int, int], ...]  # start and end of each
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What a mask says: the valid rows and the valid keys of each sample; one entry if all samples
+    are alike."""
+
+    samples: tuple[tuple[Ranges, Ranges], ...]
+    sizes: tuple[int, int]  # how many rows and keys there are, valid or not
+
+    @property
+    def all_rows(self) -> bool:
+        return all(rows == ((0, self.sizes[0]),) for rows, _ in self.samples)
+
+
+def read(mask: Tensor, queries: int, keys: int) -> Lengths | str:
+    """What a mask [.., queries, keys], or one that broadcasts to that, says; or why attention needs
+    the mask itself. Waits for the mask, once."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return f"it is of {mask.dtype}"
+    if mask.numel() == 0:
+        return "it is empty"
+    facts = _on_host(_facts(mask[(None,) * (4 - mask.ndim)], queries, keys))
+    if any(not 0 <= edges[0] <= 2 * MAX_RANGES for sample in facts for edges in sample):
+        return "it says more than lengths"
+    samples = [(_ranges(rows), _ranges(columns)) for rows, columns in facts]
+    if len(set(samples)) == 1:
+        samples = samples[:1]
+    if len(samples) > MAX_CALLS:
+        return f"{len(samples)} samples have different lengths"
+    return Lengths(tuple(samples), (queries, keys))
+
+
+def _on_host(facts: Tensor) -> Any:
+    return facts.cpu().tolist()  # one copy of few numbers: a CUDA graph repeats and compares it
+
+
+def described(said: Lengths | str) -> str:
+    """How attention with a mask that says this runs."""
+    if isinstance(said, str):
+        return f"attention with its mask: {said}"
+    counts = [sum(end - start for start, end in keys) for _, keys in said.samples]
+    few, many = min(counts), max(counts)
+    valid = f"{few}" if few == many else f"{few} to {many}"
+    return f"attention by lengths: {valid} of {said.sizes[1]} keys"
+
+
+def _facts(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """[samples, 2, 1 + 2 * MAX_RANGES]: of rows and of keys the number of edges, or -1 if the mask
+    says more than its lengths, and then the first edges."""
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[dim]:  # expanded: the same values over and over
+            mask = mask.narrow(dim, 0, 1)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    rows, columns = seen.any(3).any(1), seen.any(2).any(1)
+    # what is seen lies within valid rows x valid keys: it is all of that if it is as many
+    full = mask.shape[1] * rows.sum(1) * columns.sum(1) == seen.sum((1, 2, 3))
+    if mask.dtype != torch.bool:
+        hidden = mask == -torch.inf
+        least = mask == torch.finfo(mask.dtype).min
+        full &= (seen | hidden | least).all() & (rows.all() | ~least.any())
+    both = [
+        _edges(valid.expand(-1, size), full) for valid, size in ((rows, queries), (columns, keys))
+    ]
+    return torch.stack(both, dim=1)
+
+
+def _edges(valid: Tensor, full: Tensor) -> Tensor:
+    """Where valid tokens begin and end, [samples, 1 + 2 * MAX_RANGES], as in `_facts`."""
+    padded = F.pad(valid, (1, 1 + 2 * MAX_RANGES))
+    change = padded[:, 1:] != padded[:, :-1]
+    position = torch.arange(change.shape[1], device=valid.device)
+    edges = position.masked_fill(~change, change.shape[1]).sort(dim=1).values
+    count = change.sum(1).masked_fill(~full, -1)
+    return torch.cat([count[:, None], edges[:, : 2 * MAX_RANGES]], dim=1)
+
+
+def _ranges(edges: Sequence[int]) -> Ranges:
+    count, *positions = edges
+    return tuple(zip(positions[:count:2], positions[1:count:2], strict=True))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    backends: Sequence[int],
+    lengths: Lengths | str | None,
+    like: Tensor,
+) -> Tensor:
+    """Attention as recorded; without the mask if it says only `lengths`. The result is laid out as
+    `like`, the recorded one: a kernel without a mask may leave it in another order."""
+    how = dropout, causal, scale, grouped, backends
+    if not isinstance(lengths, Lengths):
+        return plain_attention(query, key, value, mask, *how)
+    alike = len(lengths.samples) == 1
+    if alike and lengths.all_rows:
+        ((_, valid),) = lengths.samples
+        out = plain_attention(query, _taken(key, valid), _taken(value, valid), None, *how)
+        if _same_layout(out, like):
+            return out.as_strided(like.shape, like.stride())
+        return _empty(like, out).copy_(out)
+    result = _empty(like, query)
+    if not lengths.all_rows:
+        result.zero_()
+    for i, (rows, valid) in enumerate(lengths.samples):
+        if not rows:
+            continue
+        q, k, v, into = (t if alike else t[i : i + 1] for t in (query, key, value, result))
+        out = plain_attention(_taken(q, rows), _taken(k, valid), _taken(v, valid), None, *how)
+        parts = out.split([end - start for start, end in rows], dim=2)
+        for (start, end), part in zip(rows, parts, strict=True):
+            into[:, :, start:end] = part
+    return result
+
+
+def _taken(x: Tensor, ranges: Ranges) -> Tensor:
+    """These tokens of [batch, heads, tokens, dim]."""
+    parts = [x[:, :, start:end] for start, end in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _empty(like: Tensor, on: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=on.dtype, device=on.device)
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether elements lie in the same places: the stride of a single one does not matter."""
+    dims = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(ours == theirs for size, ours, theirs in dims if size > 1)

@@ -1,0 +1,153 @@
+"""Attention by lengths: what masks say, and that attention without them gives the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernelwright.fuser import attention_by_lengths
+from kernelwright.fuser.attention_by_lengths import MAX_CALLS, Lengths, attend, described, read
+
+TOKENS = 12
+MORE = "it says more than lengths"
+
+
+def valid(*ranges):
+    found = torch.zeros(TOKENS, dtype=torch.bool)
+    for start, end in ranges:
+        found[start:end] = True
+    return found
+
+
+def keys(*samples):
+    """[B, 1, 1, N]"""
+    return torch.stack([valid(*ranges) for ranges in samples])[:, None, None]
+
+
+def pairs(*samples):
+    """[B, 1, N, N]: valid rows x valid keys."""
+    return keys(*samples) & keys(*samples).transpose(2, 3)
+
+
+def added(mask, hidden=float("-inf"), dtype=torch.float32):
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
+
+
+LEAST = torch.finfo(torch.float32).min
+ALL = ((0, TOKENS),)
+MASKS = {
+    "keys": (keys([(0, 7)]), [(ALL, ((0, 7),))]),
+    "keys from the middle": (keys([(3, 7)]), [(ALL, ((3, 7),))]),
+    "two ranges": (keys([(0, 2), (5, 12)]), [(ALL, ((0, 2), (5, 12)))]),
+    "all": (keys([(0, 12)]), [(ALL, ALL)]),
+    "all pairs": (pairs([(0, 12)]), [(ALL, ALL)]),
+    "pairs": (pairs([(0, 9)]), [(((0, 9),), ((0, 9),))]),
+    "pairs with a gap": (pairs([(0, 2), (4, 12)]), [(((0, 2), (4, 12)), ((0, 2), (4, 12)))]),
+    "nothing": (keys([]), [((), ())]),
+    "rows": (keys([(0, 4)]).transpose(2, 3), [(((0, 4),), ALL)]),
+    "one matrix": (pairs([(0, 9)])[0, 0], [(((0, 9),), ((0, 9),))]),
+    "for each head": (keys([(0, 7)]).repeat(1, 2, 1, 1), [(ALL, ((0, 7),))]),
+    "expanded": (keys([(0, 7)]).expand(2, 2, TOKENS, TOKENS), [(ALL, ((0, 7),))]),
+    "two alike": (keys([(0, 7)], [(0, 7)]), [(ALL, ((0, 7),))]),
+    "two": (keys([(0, 7)], [(0, 12)]), [(ALL, ((0, 7),)), (ALL, ALL)]),
+    "two, one empty": (pairs([(0, 7)], []), [(((0, 7),), ((0, 7),)), ((), ())]),
+    "infinity": (added(pairs([(0, 9)])), [(((0, 9),), ((0, 9),))]),
+    "the least number": (added(keys([(0, 9)]), LEAST), [(ALL, ((0, 9),))]),
+}
+SEPARATE = [(i, i + 1) for i in range(0, TOKENS, 2)]
+NEEDED = {
+    "triangle": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(),
+    "one key for hidden rows": pairs([(0, 9)]).index_fill(3, torch.tensor(0), True),
+    "heads that differ": torch.cat([keys([(0, 7)]), keys([(0, 8)])], dim=1),
+    "too many ranges": keys(SEPARATE),
+    "a bias": added(keys([(0, 9)])) + 0.5,
+    "a large number": added(keys([(0, 9)]), -10000.0),
+    "not a number": added(keys([(0, 9)]), float("nan")),
+    "rows hidden by the least number": added(pairs([(0, 9)]), LEAST),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_say_only_lengths(name):
+    mask, expected = MASKS[name]
+    assert read(mask, TOKENS, TOKENS) == Lengths(tuple(expected), (TOKENS, TOKENS))
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_masks_that_say_more(name):
+    assert read(NEEDED[name], TOKENS, TOKENS) == MORE
+
+
+def test_random_masks_are_read_only_if_they_are_rows_times_keys():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        rows, columns = (torch.rand(1, 1, 6, generator=generator) > 0.4 for _ in range(2))
+        mask = rows[..., None] & columns[..., None, :]
+        assert isinstance(read(mask, 6, 6), Lengths)
+        place = torch.randint(36, (), generator=generator)
+        mask.view(-1)[place] ^= True
+        again = mask.any(3, keepdim=True) & mask.any(2, keepdim=True)
+        assert isinstance(read(mask, 6, 6), Lengths) == torch.equal(again, mask)
+
+
+def test_many_samples_of_different_lengths_keep_their_mask():
+    mask = keys(*([(0, i + 1)] for i in range(MAX_CALLS + 1)))
+    assert read(mask, TOKENS, TOKENS) == f"{MAX_CALLS + 1} samples have different lengths"
+    assert isinstance(read(mask[1:], TOKENS, TOKENS), Lengths)
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["heads first", "tokens first"])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_result_is_that_of_the_mask(name, across, monkeypatch):
+    mask, _ = MASKS[name]
+    generator = torch.Generator().manual_seed(0)
+    batch = mask.shape[0] if mask.ndim == 4 else 1
+    shape = (batch, TOKENS, 2, 8) if across else (batch, 2, TOKENS, 8)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    query, key, value = (t.transpose(1, 2) if across else t for t in drawn)
+    if mask.is_floating_point():
+        mask = mask.double()
+    expected = F.scaled_dot_product_attention(query, key, value, mask)
+    given, plain = [], attention_by_lengths.plain_attention
+
+    def without_mask(*args):
+        given.append(args[3])
+        return plain(*args)
+
+    monkeypatch.setattr(attention_by_lengths, "plain_attention", without_mask)
+    lengths = read(MASKS[name][0], TOKENS, TOKENS)
+    got = attend(query, key, value, mask, 0.0, False, None, False, (), lengths, expected)
+    torch.testing.assert_close(got, expected)
+    assert torch.equal((got == 0).all(-1), (expected == 0).all(-1))
+    assert got.stride() == expected.stride()
+    assert given == [None] * len(given)
+
+
+def test_the_result_is_laid_out_as_it_was_recorded():
+    query, key, value = torch.randn(3, 1, 2, TOKENS, 8).unbind(0)
+    for name in ("keys", "pairs"):
+        mask = MASKS[name][0]
+        expected = F.scaled_dot_product_attention(query, key, value, mask)
+        like = torch.empty(1, TOKENS, 2, 8).transpose(1, 2)
+        assert like.stride() != expected.stride()
+        lengths = read(mask, TOKENS, TOKENS)
+        got = attend(query, key, value, mask, 0.0, False, None, False, (), lengths, like)
+        assert got.stride() == like.stride()
+        torch.testing.assert_close(got, expected)
+
+
+def test_key_heads_that_queries_share():
+    query, (key, value) = torch.randn(1, 4, TOKENS, 8), torch.randn(2, 1, 2, TOKENS, 8)
+    mask = keys([(0, 7)])
+    expected = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    lengths = read(mask, TOKENS, TOKENS)
+    got = attend(query, key, value, mask, 0.0, False, None, True, (), lengths, expected)
+    torch.testing.assert_close(got, expected)
+
+
+def test_what_the_report_says():
+    said = [described(read(MASKS[name][0], TOKENS, TOKENS)) for name in ("keys", "two")]
+    assert said == [
+        "attention by lengths: 7 of 12 keys",
+        "attention by lengths: 7 to 12 of 12 keys",
+    ]
+    assert described(MORE) == f"attention with its mask: {MORE}"
