@@ -18,6 +18,7 @@ from . import interpreter
 from .building import Builder
 from .expression import Load
 from .index import Affine, Space
+from .parallel_attention import ATTEND, attend
 from .planning import Plan
 from .program import Program, Store
 from .recording import (
@@ -42,11 +43,13 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     ATTENTION: plain_attention,
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
+    ATTEND: attend,
 }
 
 
 # ops with a weight: an input that reaches one is an activation, and differs from block to block
 PRODUCTS = (LINEAR, LAYER, aten.convolution.default)
+ATTENDS = (ATTENTION, ATTEND)
 
 
 class OtherShape(Exception):
@@ -198,7 +201,7 @@ class Executable:
             given = [read(values) for read in args]
             values[place] = function(*given, **{k: read(values) for k, read in kwargs.items()})
 
-        step = _Step(run, reads, {place}, node.target in PRODUCTS, node.target is ATTENTION)
+        step = _Step(run, reads, {place}, node.target in PRODUCTS, node.target in ATTENDS)
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
             step.run = _shaped(run, place, node.meta["val"].shape)
         return step
