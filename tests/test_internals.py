@@ -284,6 +284,8 @@ def test_attention_of_diffusers(diffusers):
     assert libraries.repeated_blocks(model) == ("LTXVideoTransformerBlock",)
     processor = model.transformer_blocks[0].attn1.processor
     assert libraries.processor_choices(processor) == (None, None)
+    assert not any(map(libraries.exchanges_tensors, model.modules()))
+    assert callable(getattr(libraries.attention_dispatch(), libraries.PARALLEL_FUNCTION))
     with attention_backend("native"):  # a model's backend becomes that of the process, too
         model.set_attention_backend("_native_math")
     assert libraries.active_attention_backend() == AttentionBackendName.NATIVE

@@ -18,6 +18,8 @@ DIFFUSERS_HOOKS = "_diffusers_hook"
 ACCELERATE_HOOK = "_hf_hook"
 ACCELERATE_FORWARD = "_old_forward"
 HOOK_ATTRIBUTES = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK, DIFFUSERS_HOOKS)
+# the function of diffusers' attention_dispatch that all backends call for context parallelism
+PARALLEL_FUNCTION = "_templated_context_parallel_attention"
 # where transformers has the hooks by which models collect what their layers return
 OUTPUT_HOOKS = "transformers.utils.output_capturing"
 
@@ -92,9 +94,14 @@ def peft_scales(layer: nn.Module) -> Iterable[Any]:
     return (vars(layer).get("scaling") or {}).values()
 
 
+def attention_dispatch() -> Any:
+    """The module in which diffusers calls attention, or None before its import."""
+    return sys.modules.get("diffusers.models.attention_dispatch")
+
+
 def active_attention_backend() -> Any:
     """The attention backend that diffusers takes for all models, or None before its import."""
-    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    dispatch = attention_dispatch()
     return dispatch and dispatch._AttentionBackendRegistry._active_backend
 
 
@@ -107,6 +114,11 @@ def repeated_blocks(model: Any) -> tuple[str, ...]:
 def processor_choices(processor: Any) -> tuple[Any, Any]:
     """The attention backend and the context parallelism set on an attention processor."""
     return processor._attention_backend, processor._parallel_config
+
+
+def exchanges_tensors(module: nn.Module) -> bool:
+    """Whether the attention of a module exchanges tensors with other processes."""
+    return getattr(vars(module).get("processor"), "_parallel_config", None) is not None
 
 
 def reset_cache(model: Any) -> None:

@@ -29,6 +29,7 @@ from ..ops import library
 from ..ops.linear import linear_gelu
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
+from .parallel_attention import ParallelCall, recorded_calls
 
 
 class CannotRecord(Exception):
@@ -42,6 +43,10 @@ SDP_BACKENDS = (
     (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
     (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
 )
+
+
+# ops that exchange tensors; "_c10d_functional" is another name of the second
+COLLECTIVES = ("c10d", "c10d_functional")
 
 
 def sdp_backends() -> list[int]:
@@ -267,6 +272,7 @@ class Recording:
     # tensors that the forward reads and is not given: attributes that are no buffers, globals
     constants: dict[str, Tensor]
     results: list[Any] = field(default_factory=list)  # of this very run; taken out by its user
+    parallel: dict[int, ParallelCall] = field(default_factory=dict)  # by their number in the graph
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         named = _weights(module)
@@ -324,7 +330,7 @@ def record(
     _stand_in(twin, opaque)
     weights.update(_weights(twin))
     # make_fx patches nn.Module for all threads, and is not made for two at a time
-    with _one_at_a_time, opaque_layers(opaque):
+    with _one_at_a_time, opaque_layers(opaque), recorded_calls() as parallel:
         _layers.backends = sdp_backends()
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
@@ -352,10 +358,12 @@ def record(
                 raise CannotRecord("a weight that is not read from its own module")
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotRecord(f"random numbers ({node.target})")
+        if getattr(node.target, "namespace", "").endswith(COLLECTIVES):
+            raise CannotRecord(f"it exchanges tensors with other processes ({node.target})")
         if _writes_to_input(node):
             raise CannotRecord("it writes to its inputs")
     graph.eliminate_dead_code()
-    return Recording(graph, tuple(weights), positions, returned[0], constants, results)
+    return Recording(graph, tuple(weights), positions, returned[0], constants, results, parallel)
 
 
 def _writes_to_input(node: fx.Node) -> bool:

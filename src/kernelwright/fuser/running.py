@@ -21,6 +21,7 @@ from .attention_by_lengths import Lengths, attend
 from .building import Builder
 from .expression import Load
 from .index import Affine, Space
+from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
 from .planning import Plan
 from .program import Program, Store
 from .recording import (
@@ -53,11 +54,13 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     ATTENTION: plain_attention,
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
+    PARALLEL_ATTENTION: attend_in_parallel,
 }
 
 
 # ops with a weight: an input that reaches one is an activation, and differs from block to block
 PRODUCTS = (LINEAR, LINEAR_GELU, LINEARS, LAYER, aten.convolution.default)
+ATTENDS = (ATTENTION, PARALLEL_ATTENTION)
 
 
 class OtherShape(Exception):
@@ -268,7 +271,7 @@ class Executable:
             values[place] = function(*given, **{k: read(values) for k, read in kwargs.items()})
 
         kind = node.target
-        step = _Step(run, reads, {place}, kind in PRODUCTS, kind is ATTENTION, kind is LAYER)
+        step = _Step(run, reads, {place}, kind in PRODUCTS, kind in ATTENDS, kind is LAYER)
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
             step.run = _shaped(run, place, node.meta["val"].shape)
         return step

@@ -43,7 +43,15 @@ from . import packed_weights
 from .packed_gemm import SameBits, packed_linear, projections, separate_linears
 from .program_sites import ProgramSites
 from .prompt_values import PerForwardCache, Prompts, storage_ref
-from .recordable import little_to_gain, opaque_in, remembers, signature, unknown_constant, why_not
+from .recordable import (
+    little_to_gain,
+    opaque_in,
+    remembers,
+    signature,
+    unknown_constant,
+    waits,
+    why_not,
+)
 
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
 MAX_RECORDINGS = 512
@@ -233,10 +241,11 @@ class Programs:
     def _bind(
         self, module: nn.Module, signed: Any, args: Any, kwargs: Any
     ) -> tuple[Bound | str, Any]:
-        """A recording for this module. Layers with hooks must not run twice: if it has opaque ones,
-        the run that was recorded is this call, and its result is returned as well, even if the
-        recording is of no use."""
+        """A recording for this module. Layers with hooks must not run twice, nor may attention that
+        waits for other processes: if it has either, the run that was recorded is this call, and its
+        result is returned as well, even if the recording is of no use."""
         opaque = opaque_in(module)
+        once = bool(opaque) or waits(module)
         why = why_not(module, opaque)
         if why is None and has_state(args, kwargs):
             why = "an input that it may write to"
@@ -254,12 +263,12 @@ class Programs:
                 self._shared[key] = found
         self._last[type(module).__name__] = found
         if isinstance(found, str):
-            return found, result if opaque else None
+            return found, result if once else None
         places = _places(module, found.recording.weights)
         layouts = [layout(holder[name]) for holder, name in places]
         layers = _layers(module, found.recording)
         prompts = self._prompts(module, found, layers)
-        return Bound(found, places, layouts, opaque, layers, prompts), result if opaque else None
+        return Bound(found, places, layouts, opaque, layers, prompts), result if once else None
 
     def _prompts(
         self, module: nn.Module, found: Recorded, layers: dict[str, nn.Module]
@@ -281,7 +290,7 @@ class Programs:
     ) -> tuple[Recorded | str, Any]:
         try:
             with eagerly():
-                if any(map(remembers, opaque)):
+                if waits(module) or any(map(remembers, opaque)):
                     recording.rehearse(module, args, kwargs, opaque)
                 made = recording.record(module, args, kwargs, opaque)
         except CannotRecord as no:

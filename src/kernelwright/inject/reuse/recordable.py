@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
 from ...fuser.recording import Recording
-from ...library_internals import peft_layers
+from ...library_internals import exchanges_tensors, peft_layers
 from ..runtime.forwards import hooked
 from ..state.hooks import effect_of, effect_of_class
 
@@ -60,6 +60,11 @@ def opaque_in(root: nn.Module) -> tuple[nn.Module, ...]:
 def remembers(layer: nn.Module) -> bool:
     """Whether a layer may do more than return a result."""
     return any(hooked(m) or effect_of(m) is not None for m in layer.modules())
+
+
+def waits(root: nn.Module) -> bool:
+    """Whether a module must run as often as in other processes, which exchange tensors with it."""
+    return any(map(exchanges_tensors, root.modules()))
 
 
 def why_not(root: nn.Module, opaque: Sequence[nn.Module]) -> str | None:

@@ -14,6 +14,7 @@ from ...library_internals import (
     HOOK_ATTRIBUTES,
     base_layer,
     diffusers_hooks,
+    exchanges_tensors,
     has_library_hook,
     peft_layers,
 )
@@ -74,6 +75,8 @@ def why_run_once(root: nn.Module) -> str | None:
             return f"a hook or another forward on {type(module).__name__}"
         if effect := effect_of(module) or effect_of_class(type(module)):
             return effect
+        if exchanges_tensors(module):  # what one process runs twice, another may run once
+            return "its attention waits for other processes"
     return None
 
 
