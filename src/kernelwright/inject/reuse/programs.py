@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ...backends.torch_internals import layout_check
 from ...fuser import planning, recording
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
@@ -88,13 +89,14 @@ class Bound:
     recorded: Recorded
     places: list[tuple[dict[str, Any], str]]
     layouts: list[Any]
+    same_layouts: Callable[..., bool]  # finds most that are the same, in less time
     opaque: tuple[nn.Module, ...]
     layers: dict[str, nn.Module]  # the layer of each weight that is a matrix
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The result of a forward, or a `str`: why the module's own has to run this time."""
         weights = [holder[name] for holder, name in self.places]
-        if list(map(layout, weights)) != self.layouts:
+        if not self.same_layouts(*weights) and list(map(layout, weights)) != self.layouts:
             return "weights of another layout than when they were recorded"
         inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
         before, _running.layers = _running.layers, self.layers
@@ -147,7 +149,9 @@ class Programs:
         """The result of a forward, or NotImplemented if the module's own has to run."""
         if torch.is_grad_enabled():
             return self._declined("autograd records it")
-        known = self._bound.setdefault(module, {})
+        known = self._bound.get(module)
+        if known is None:
+            known = self._bound.setdefault(module, {})
         key = mode.cache_scope, signature(args, kwargs)
         found = known.get(key)
         if found is None:
@@ -198,9 +202,10 @@ class Programs:
         if isinstance(found, str):
             return found, result if opaque else None
         places = _places(module, found.recording.weights)
-        layouts = [layout(holder[name]) for holder, name in places]
+        weights = [holder[name] for holder, name in places]
+        layouts, check = list(map(layout, weights)), layout_check(weights)
         layers = _layers(module, found.recording)
-        return Bound(found, places, layouts, opaque, layers), result if opaque else None
+        return Bound(found, places, layouts, check, opaque, layers), result if opaque else None
 
     def _recorded(
         self, module: nn.Module, args: Any, kwargs: Any, opaque: tuple[nn.Module, ...]
@@ -226,7 +231,8 @@ class Programs:
             return why, result
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = ProgramSites(type(module).__name__, programs, launched, self.fell_back)
-        executable = Executable(plan, runner, None if device is None else self._product)
+        products = None if device is None else self._product
+        executable = Executable(plan, runner, products, runner.launcher)
         kind = type(module).__name__
         return Recorded(kind, made, executable, len(programs), plan), result
 
