@@ -93,10 +93,59 @@ def register(kind, hook):
     ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"],
 )
 def test_hooks_on_all_modules(kind):
-    assert not any(internals.global_module_hooks())
+    assert not internals.all_modules_hooked()
     handle = register(kind, lambda *args: None)
-    assert any(internals.global_module_hooks())
+    assert internals.all_modules_hooked()
     handle.remove()
+
+
+def test_what_has_to_see_pytorchs_own_operations():
+    assert not internals.needs_torch_ops()
+    with forward_ad.dual_level():
+        assert internals.needs_torch_ops()
+    handle = register("forward_hook", lambda *args: None)
+    assert internals.needs_torch_ops()
+    handle.remove()
+    assert not internals.needs_torch_ops()
+
+
+def test_a_storage_that_owns_nothing():
+    tensor = torch.arange(6.0)
+    memory = tensor.untyped_storage()
+    uses = internals.storage_uses(memory._cdata)
+    seen = internals.unowned_storage(memory.data_ptr(), tensor.device, memory.nbytes())
+    view = torch.empty(0).set_(seen, 2, (3,), (1,))
+    tensor.data[2] = 7
+    assert view.tolist() == [7, 3, 4]
+    assert internals.storage_uses(memory._cdata) == uses
+
+
+LAYOUTS = {
+    "the same": (lambda: nn.Parameter(torch.ones(4, 6)), True),
+    "another place in a storage": (lambda: nn.Parameter(torch.ones(5, 6)[1:]), True),
+    "shape": (lambda: nn.Parameter(torch.ones(3, 6)), False),
+    "strides": (lambda: nn.Parameter(torch.ones(6, 4).t()), False),
+    "dtype": (lambda: nn.Parameter(torch.ones(4, 6).half()), False),
+    "device": (lambda: nn.Parameter(torch.ones(4, 6, device="meta")), False),
+    "class": (lambda: torch.ones(4, 6), False),
+    "nothing": (lambda: None, False),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_are_compared_at_once(name):
+    make, same = LAYOUTS[name]
+    weights = [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4))]
+    check = internals.layout_check(weights)
+    assert check(*weights)
+    assert check(make(), weights[1]) is same
+
+
+def test_a_parameter_of_another_layout_is_noticed():
+    weight = nn.Parameter(torch.ones(4, 6))
+    check = internals.layout_check([weight])
+    weight.data = weight.data[:, :3]
+    assert not check(weight)
 
 
 SWITCHES = {

@@ -12,6 +12,7 @@ from fuser.blocks import Small, drawn
 from kernelwright import models
 from kernelwright.backends.torch_internals import pytree
 from kernelwright.fuser import interpreter, planning, readable, recording, running
+from kernelwright.fuser.launching import Launched
 from kernelwright.fuser.recording import CannotRecord
 
 pytest.importorskip("diffusers")
@@ -192,6 +193,53 @@ def test_an_input_of_early_steps_may_be_read_later_as_well():
     assert execute.early_inputs == [len(inputs) - 1]
     for early in (None, execute.early(inputs)):
         assert torch.equal(execute(inputs, early)[0], module(*args))
+
+
+def split(x, y):
+    a, b = (x * 2 + y).cumsum(-1).split([3, 5], 1)
+    return (a * y[1, 2]).cumsum(-1), b[:, 1:].transpose(0, 1) + y[:1, 4, None]
+
+
+def test_a_kernel_is_launched_with_the_addresses_of_its_tensors():
+    args = drawn(4, 8, 16), drawn(4, 8, 16)
+    module = Small(split)
+    recorded, plan = planned(module, *args)
+    found, ran = {}, []
+
+    def launcher(program, places):
+        def launch(values):
+            names = [*program.loads, *(s.target for s in program.stores)]
+            found[id(program)] = {name: values[places[name]].data_ptr() for name in names}
+            return False
+
+        return launch
+
+    def runner(program, given, outputs):
+        tensors = {**given, **outputs}
+        assert found[id(program)] == {name: t.data_ptr() for name, t in tensors.items()}
+        interpreter.run(program, given, outputs)
+        ran.append(program)
+
+    executable = running.Executable(plan, runner, launchers=launcher)
+    got = recorded.result(executable(recorded.inputs(module, args, {})))
+    assert all(map(torch.equal, got, module(*args)))
+    assert ran == programs(plan)
+
+
+def test_a_program_is_not_launched_with_an_address_that_no_vector_begins_at():
+    launched, given = object.__new__(Launched), []
+    launched.places = [("a", 0, 16), ("b", 8, 4)]
+    launched.launch = given.append
+    x = torch.zeros(64)
+    run = launched.bound({"a": 0, "b": 1})
+    assert run([x, x])
+    assert given == [[x.data_ptr(), x.data_ptr() + 8]]
+    assert not run([x[1:], x])
+    assert len(given) == 1
+    one = object.__new__(Launched)
+    one.places, one.launch = [("a", 4, 4)], given.append
+    assert one.bound({"a": 0})([x])
+    assert given[1] == [x.data_ptr() + 4]
 
 
 def test_an_op_that_is_not_known_stays_pytorchs():

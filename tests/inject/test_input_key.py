@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from kernelwright.inject.runtime.input_key import has_state, in_words, on_meta, signature, versions
+from kernelwright.inject.runtime.input_key import (
+    has_state,
+    in_words,
+    number_of,
+    on_meta,
+    signature,
+    versions,
+)
 
 X = torch.ones(2, 3)
 
@@ -96,3 +103,8 @@ def test_inputs_in_words():
     assert in_words((1, X.to(torch.bfloat16), X), {}) == "[2, 3] bfloat16"
     assert in_words((1,), {"x": X}) == "[2, 3] float32"
     assert in_words((), {"n": 1}) == "its inputs"
+
+
+def test_equal_keys_have_one_number():
+    assert number_of(of(X)) == number_of(of(X * 2))
+    assert number_of(of(X)) != number_of(of(X.double()))

@@ -199,3 +199,25 @@ def test_restored_layers_compute_as_before():
     run_packed(model, inputs)
     assert same(run(model, inputs), expected)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_a_dropout_is_called_where_it_does_something_or_is_watched():
+    x, drop = rows(), nn.Dropout(0.5).eval()
+    seen = []
+    drop.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert projections.run_in_order([nn.Dropout(0.5).eval(), nn.Dropout(0.0)], x) is x
+    projections.run_in_order([drop], x)
+    assert seen == [1]
+    assert not torch.equal(projections.run_in_order([nn.Dropout(0.5).train()], x), x)
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(2))
+    projections.run_in_order([nn.Dropout(0.5).eval()], x)
+    handle.remove()
+    assert seen == [1, 2]
+
+
+def test_a_bias_that_is_no_parameter_is_read_by_its_layer():
+    layer, x = nn.Linear(WIDTH, WIDTH), rows(torch.float32)
+    bias = layer.bias.detach().clone()
+    del layer.bias
+    layer.bias = bias
+    assert torch.equal(projections.run_linear(layer, x), layer(x))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -48,7 +48,7 @@ _dispatch_stack: Callable[[], int] = _named("torch._C._len_torch_dispatch_stack"
 function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
 in_functorch: Callable[[], bool] = _named("torch._C._are_functorch_transforms_active")
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
-_jit_state: Callable[[], Any] = _named("torch._C._get_tracing_state")
+jit_state: Callable[[], Any] = _named("torch._C._get_tracing_state")
 _function_mode_stack: Callable[[], list[Any]] = _named(
     "torch.overrides._get_current_function_mode_stack"
 )
@@ -118,15 +118,28 @@ def in_forward_ad() -> bool:
 
 
 def in_jit_trace() -> bool:
-    return _jit_state() is not None
+    return jit_state() is not None
 
 
-def global_module_hooks() -> Iterator[dict[int, Any]]:
-    """The hooks that see every module of the process being called."""
-    yield _module._global_forward_hooks
-    yield _module._global_forward_pre_hooks
-    yield _module._global_backward_hooks
-    yield _module._global_backward_pre_hooks
+def all_modules_hooked() -> bool:
+    """Whether a hook is registered that sees every module of the process being called."""
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def needs_torch_ops() -> bool:
+    """Whether something must see PyTorch's own operations, which our kernels would hide: function
+    transforms, forward-mode gradients, torch.jit.trace, global module hooks."""
+    return (
+        in_functorch()
+        or forward_ad._current_level >= 0
+        or jit_state() is not None
+        or all_modules_hooked()
+    )
 
 
 # the switches that decide, with the operands of a call, which kernel PyTorch runs; torch.backends
@@ -220,8 +233,25 @@ addmm_activation: Callable[..., Any] = _named("torch._addmm_activation")
 
 raw_stream: Callable[[int], int] = _named("torch._C._cuda_getCurrentRawStream", lambda device: 0)
 storage_uses: Callable[[int], int] = _named("torch._C._storage_Use_Count")
+# a storage of so many bytes at an address of a device, which it neither keeps alive nor frees
+unowned_storage: Callable[[int, torch.device, int], torch.UntypedStorage] = _named(
+    "torch._C._construct_storage_from_data_pointer"
+)
 end_allocating_to_pool: Callable[..., None] = _named("torch._C._cuda_endAllocateToPool", print)
 release_pool: Callable[..., None] = _named("torch._C._cuda_releasePool", print)
+
+
+_tensor_guards: Callable[..., Any] = _named("torch._C._dynamo.guards.TensorGuards")
+
+
+def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """What says whether tensors have the classes, dtypes, devices, shapes and strides of these, in
+    one call for all. It may say no for another reason, such as `requires_grad`."""
+    return _tensor_guards(
+        *tensors,
+        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+    ).check
 
 
 def view_base(t: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from operator import add, itemgetter, mod
 from typing import Any
 
 import torch
@@ -120,6 +121,23 @@ class Launched:
         self.launch: Callable[[Sequence[int]], None] = backends.load(
             launch, present, device, "a program"
         )
+
+    def bound(self, places: Mapping[str, int]) -> Callable[[list[Any]], bool]:
+        """What launches the program with the tensors at these places of a list. It returns False,
+        and launches nothing, if an address is no multiple of what the kernel reads at once."""
+        names, offsets, multiples = zip(*self.places, strict=True)
+        # of a single place, `itemgetter` makes no tuple; `map` stops with the shorter `offsets`
+        read = itemgetter(*(places[name] for name in names), places[names[0]])
+        launch = self.launch
+
+        def run(values: list[Any]) -> bool:
+            addresses = list(map(add, map(torch.Tensor.data_ptr, read(values)), offsets))
+            if any(map(mod, addresses, multiples)):
+                return False
+            launch(addresses)
+            return True
+
+        return run
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         addresses = [tensors[name].data_ptr() + offset for name, offset, _ in self.places]

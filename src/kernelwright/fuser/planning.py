@@ -67,7 +67,7 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
         }
         if not refused:
             found.refused, found.values = sorted(set(left.values())), values
-            found.given = len(recording.positions)
+            found.given = len(recording.paths)
             found.steps = in_rows(found.steps, values, planner.kept)
             return found
         left |= refused

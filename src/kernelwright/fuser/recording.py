@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -30,6 +32,9 @@ from ..ops.linear import linear_gelu
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
+
+# how to find a tensor among arguments: what to apply, one after the other
+Path = tuple[Callable[[Any], Any], ...]
 
 
 class CannotRecord(Exception):
@@ -267,7 +272,7 @@ class Recording:
 
     graph: fx.Graph
     weights: tuple[str, ...]  # names of the parameters and buffers that come first
-    positions: tuple[int, ...]  # which of the flattened arguments are tensors
+    paths: tuple[Path, ...]  # how to find each tensor in (args, kwargs)
     returns: Any  # the structure of the result
     # tensors that the forward reads and is not given: attributes that are no buffers, globals
     constants: dict[str, Tensor]
@@ -278,12 +283,22 @@ class Recording:
         named = _weights(module)
         return [*(named[n] for n in self.weights), *self.given(args, kwargs)]
 
-    def given(self, args: Any, kwargs: Any) -> list[Tensor]:
-        leaves = pytree.tree_leaves((args, kwargs))
-        return [leaves[i] for i in self.positions]
+    def __post_init__(self) -> None:
+        count = self.returns.num_leaves
+        if self.returns == pytree.tree_structure(0):
+            self.result: Callable[[list[Any]], Any] = itemgetter(0)
+        elif self.returns == pytree.tree_structure((0,) * count):
+            self.result = tuple
+        else:
+            self.result = partial(pytree.tree_unflatten, treespec=self.returns)
 
-    def result(self, outputs: list[Any]) -> Any:
-        return pytree.tree_unflatten(outputs, self.returns)
+    def given(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors of a call, without flattening it: every block is called so."""
+        found: list[Any] = [(args, kwargs)] * len(self.paths)
+        for i, path in enumerate(self.paths):
+            for step in path:
+                found[i] = step(found[i])
+        return found
 
 
 def rehearse(module: nn.Module, args: Any, kwargs: Any, opaque: Sequence[nn.Module]) -> None:
@@ -301,7 +316,7 @@ def record(
 ) -> Recording:
     """Run the forward of a module once, and write down what it does."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    positions = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     weights: dict[str, Tensor] = {}
     returned: list[Any] = []
     results: list[Any] = []
@@ -363,7 +378,20 @@ def record(
         if _writes_to_input(node):
             raise CannotRecord("it writes to its inputs")
     graph.eliminate_dead_code()
-    return Recording(graph, tuple(weights), positions, returned[0], constants, results, parallel)
+    paths = _paths((args, kwargs))
+    return Recording(graph, tuple(weights), paths, returned[0], constants, results, parallel)
+
+
+def _paths(tree: Any) -> tuple[Path, ...]:
+    """How to find each tensor in a tree of containers."""
+    found, _ = pytree.tree_flatten_with_path(tree)
+    return tuple(tuple(map(_step, keys)) for keys, leaf in found if isinstance(leaf, Tensor))
+
+
+def _step(key: Any) -> Callable[[Any], Any]:
+    if isinstance(key, pytree.GetAttrKey):
+        return attrgetter(key.name)
+    return itemgetter(key.idx if isinstance(key, pytree.SequenceKey) else key.key)
 
 
 def _writes_to_input(node: fx.Node) -> bool:

@@ -1,14 +1,17 @@
 """Runs a planned graph: PyTorch's ops as they are, programs by a kernel or the interpreter.
 
 What to do is laid out once: each step is a function of a list of values, views are taken in one
-call from the tensor they are views of, and a value is let go after its last use.
+call from the tensor they are views of, and a value is let go after its last use. On a GPU without
+graphs the Python between two launches counts: constants are values too, so that one call reads all
+arguments of an op, and a kernel is launched with addresses alone, without names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -46,6 +49,9 @@ Values = list[Any]
 Products = Callable[[Sequence[str]], Callable[..., Any]]
 # what a mask says: lengths, or why it is needed; None if it was not asked: (mask, queries, keys)
 LengthsOf = Callable[[Tensor, int, int], Lengths | str | None]
+# what launches a program whose tensors have these places among the values, or None. It returns
+# whether it did: otherwise the program has to be given to a `Runner`
+Launchers = Callable[[Program, Mapping[str, int]], Callable[[Values], bool] | None]
 # straight to the function, not through the dispatcher
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
@@ -116,18 +122,18 @@ class Executable:
         programs: Runner = interpreter.run,
         products: Products | None = None,
         lengths_of: LengthsOf | None = None,
+        launchers: Launchers = lambda program, places: None,
     ) -> None:
         self._plan, self._programs, self._products = plan, programs, products
-        self._lengths_of = lengths_of
+        self._lengths_of, self._launchers = lengths_of, launchers
         self.lengths: dict[str, Lengths | str | None] = {}
-        self._place: dict[str, int] = {}
+        self._place: dict[Any, int] = {}
+        self._start: Values = []
         inputs = plan.graph.find_nodes(op="placeholder")
-        self._start: Values = [None] * len(inputs)
         for node in inputs:
             self._new(node.name)
         for name, value in plan.constants.items():
-            self._new(name)
-            self._start.append(value)
+            self._start[self._new(name)] = value
         steps: list[_Step] = []
         for step in plan.steps:
             if isinstance(step, Program):
@@ -172,8 +178,7 @@ class Executable:
         `kept` what those of each of its prompts have."""
         values = self._values(inputs)
         if early is None:
-            for step in self._early:
-                step(values)
+            _run(self._early, values)
         else:
             for place, value in zip(self._shared, early, strict=True):
                 values[place] = value
@@ -181,19 +186,17 @@ class Executable:
             made = prompt.make(inputs) if kept is None else kept[i]
             for place, value in zip(prompt.results, made, strict=True):
                 values[place] = value
-        for step in self._late:
-            step(values)
+        _run(self._late, values)
         return [read(values) for read in self._outputs]
 
     def early(self, inputs: Sequence[Tensor]) -> list[Any]:
         """What the early steps make of these inputs."""
         values = self._values(inputs)
-        for step in self._early:
-            step(values)
+        _run(self._early, values)
         return [values[place] for place in self._shared]
 
     def _values(self, inputs: Sequence[Tensor]) -> Values:
-        values = self._start + [None] * (len(self._place) - len(self._start))
+        values = self._start.copy()
         values[: len(inputs)] = inputs
         return values
 
@@ -221,8 +224,11 @@ class Executable:
         places = set().union(*(found for s, found in pairs if s in early))
         return early, sorted(places)
 
-    def _new(self, name: str) -> int:
-        return self._place.setdefault(name, len(self._place))
+    def _new(self, name: Any) -> int:
+        if name not in self._place:
+            self._place[name] = len(self._start)
+            self._start.append(None)
+        return self._place[name]
 
     # what a step reads
 
@@ -244,6 +250,24 @@ class Executable:
             return lambda values: kind([read(values) for read in readers])
         return lambda values: value
 
+    def _arguments(self, args: Sequence[Any]) -> Callable[[Values], Iterable[Any]]:
+        """What finds all arguments of an op among the values."""
+        places = [self._place_of(a) for a in args]
+        if len(args) < 2 or None in places:  # of a single place, `itemgetter` makes no tuple
+            readers = [self._reader(a) for a in args]
+            return lambda values: [read(values) for read in readers]
+        return itemgetter(*places)
+
+    def _place_of(self, value: Any) -> int | None:
+        """The place of a value or of a constant; None for views and lists of values."""
+        if isinstance(value, fx.Node):
+            return self._place.get(value.name)
+        if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
+            return None
+        place = self._new(object())  # a name that nothing else has
+        self._start[place] = value
+        return place
+
     def _places(self, value: Any) -> set[int]:
         found: set[int] = set()
         fx.node.map_arg(value, lambda n: found.add(self._place[self._base(n).name]))
@@ -256,19 +280,24 @@ class Executable:
         if node.target in (LINEAR, LINEARS) and self._products is not None:
             weights = node.args[1] if node.target is LINEARS else [node.args[1]]
             function = self._products([w.name for w in weights])
-        args = [self._reader(a) for a in node.args]
+        arguments = self._arguments(node.args)
         kwargs = {k: self._reader(v) for k, v in node.kwargs.items()}
+        if not self._places(node.kwargs):  # constants, such as a dtype
+            function, kwargs = partial(function, **node.kwargs) if kwargs else function, {}
         reads = self._places((node.args, node.kwargs))
         if self._by_lengths(node):
             function = partial(attend, like=node.meta["val"])
             lengths = self._place[_lengths_name(node)]
-            args.append(_value(lengths))
+            arguments = _with(arguments, lengths)
             reads.add(lengths)
         place = self._new(node.name)
 
         def run(values: Values) -> None:
-            given = [read(values) for read in args]
-            values[place] = function(*given, **{k: read(values) for k, read in kwargs.items()})
+            if kwargs:
+                named = {k: read(values) for k, read in kwargs.items()}
+                values[place] = function(*arguments(values), **named)
+            else:
+                values[place] = function(*arguments(values))
 
         kind = node.target
         step = _Step(run, reads, {place}, kind in PRODUCTS, kind in ATTENDS, kind is LAYER)
@@ -309,14 +338,19 @@ class Executable:
         reads |= {self._place[name] for name in program.loads if name not in nodes}
         fresh = [s for s in program.stores if s.target not in self._place]
         places = {s.target: self._new(s.target) for s in program.stores}
-        runs, first = self._programs, next(iter(nodes.values())).meta["val"].device
+        runs, device = self._programs, next(iter(nodes.values())).meta["val"].device
+        allocations = [(places[s.target], _allocation(s)) for s in fresh]
+        first = min(reads, default=None)
+        viewed = any(name not in self._place for name in program.loads)
+        launch = None if viewed else self._launchers(program, self._place)
 
         def run(values: Values) -> None:
-            given = {name: read(values) for name, read in loads.items()}
-            device = next(iter(given.values())).device if given else first
-            for s in fresh:
-                values[places[s.target]] = _allocated(s, device)
-            runs(program, given, {name: values[place] for name, place in places.items()})
+            on = device if first is None else values[first].device
+            for place, allocate in allocations:
+                values[place] = allocate(device=on)
+            if launch is None or not launch(values):
+                given = {name: read(values) for name, read in loads.items()}
+                runs(program, given, {name: values[place] for name, place in places.items()})
 
         return _Step(run, reads, set(places.values()))
 
@@ -380,7 +414,13 @@ def _lengths_name(attention: fx.Node) -> str:
 
 
 def _value(place: int) -> Callable[[Values], Any]:
-    return lambda values: values[place]
+    return itemgetter(place)
+
+
+def _with(
+    arguments: Callable[[Values], Iterable[Any]], place: int
+) -> Callable[[Values], Iterable[Any]]:
+    return lambda values: (*arguments(values), values[place])
 
 
 def _shaped(step: Callable[[Values], None], place: int, shape: Any) -> Callable[[Values], None]:
@@ -392,25 +432,26 @@ def _shaped(step: Callable[[Values], None], place: int, shape: Any) -> Callable[
     return run
 
 
-def _allocated(store: Store, device: torch.device) -> Tensor:
-    return torch.empty_strided(store.shape, store.strides, dtype=store.dtype, device=device)
+def _allocation(store: Store) -> Callable[..., Tensor]:
+    return partial(torch.empty_strided, store.shape, store.strides, dtype=store.dtype)
 
 
-def _letting_go(steps: list[_Step], kept: set[int]) -> list[Callable[[Values], None]]:
-    """Steps that drop each value after the one that uses it last."""
+# what to do, and the places of the values that nothing uses after it
+Steps = list[tuple[Callable[[Values], None], tuple[int, ...]]]
+
+
+def _letting_go(steps: list[_Step], kept: set[int]) -> Steps:
+    """Steps, each with the values that it uses last."""
     kept, found = set(kept), []
     for step in reversed(steps):
         used = step.reads | step.writes
-        last = tuple(used - kept)
+        found.append((step.run, tuple(used - kept)))
         kept |= used
-        found.append(_then_drop(step.run, last) if last else step.run)
     return found[::-1]
 
 
-def _then_drop(step: Callable[[Values], None], places: tuple[int, ...]) -> Callable[[Values], None]:
-    def run(values: Values) -> None:
+def _run(steps: Steps, values: Values) -> None:
+    for step, last in steps:
         step(values)
-        for place in places:
+        for place in last:
             values[place] = None
-
-    return run

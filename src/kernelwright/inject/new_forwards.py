@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..backends.torch_internals import needs_torch_ops
 from .fusions import Fusions
 from .graphs.capture import capturing
 from .graphs.host_reads import reading
 from .recipes._recipe import Chain, Forward, Patch
 from .runtime import forwards, model_run, work_ahead
-from .runtime.input_key import signature
+from .runtime.input_key import number_of, signature
 from .runtime.sites import mode
 from .state.tensor_samples import unchanged
-from .verify.first_sight import Checker, needs_torch_ops
+from .verify.first_sight import Checker
 
 if TYPE_CHECKING:
     from .graphs.graphs import Graphs
@@ -98,7 +99,7 @@ def model_forward(
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if chain is None:
             return runs_as(self, *args, **kwargs)
-        with work_ahead.chain(chain(self), signature(args, kwargs)):
+        with work_ahead.chain(chain(self), number_of(signature(args, kwargs))):
             return runs_as(self, *args, **kwargs)
 
     forward.fused = getattr(inner, "fused", None)  # type: ignore[attr-defined]

@@ -64,7 +64,10 @@ def eager_plan(op: DeclaredOp, how: How, function: Callable[..., Any] | None = N
         result = function(*args)
         if out is None:
             # a chain whose parts are all absent returns its input; an op returns new memory
-            return result.clone() if any(result is a for a in args) else result
+            for a in args:
+                if result is a:
+                    return result.clone()
+            return result
         if not isinstance(out, tuple):
             return out.copy_(result)
         return tuple(r if o is None else o.copy_(r) for o, r in zip(out, result, strict=True))

@@ -32,6 +32,7 @@ class BaseFusions:
 
     numerics: str
     backend: str | None
+    exact: bool = field(init=False)
     norms: dict[norm_kinds.Key, Norm | str]
     tables: Tables = field(default_factory=Tables)
     prompts: Prompts = field(init=False)
@@ -47,6 +48,7 @@ class BaseFusions:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "exact", self.numerics == "exact")
         object.__setattr__(self, "prompts", Prompts(self.samples))
         programs = Programs(self.exact, self.fp8_layers, self.prompts, self.same_bits)
         object.__setattr__(self, "programs", programs)
@@ -59,10 +61,6 @@ class BaseFusions:
         for module in root.modules():
             self._norm_of_module.pop(module, None)
 
-    @property
-    def exact(self) -> bool:
-        return self.numerics == "exact"
-
     def _exact_and_backend(self, x: Tensor, chain: str | None) -> tuple[str | None, str | None]:
         """The exact mode and the backend of an op. On a GPU, exact mode requests CUDA by name: an
         op then raises where it has no kernel for that order, and does not fall back."""
@@ -71,11 +69,12 @@ class BaseFusions:
                 'inject: backend is "cuda", but the model runs on the CPU; move it to a GPU, or '
                 "leave backend out"
             )
-        if self.numerics != "exact":
+        if not self.exact:
             return None, self.backend
-        if torch.compiler.is_compiling():  # an error in a trace could not fall back to eager
-            return chain, self.backend
-        return chain, self.backend or ("cuda" if x.is_cuda else None)
+        # an error in a trace could not fall back to eager
+        if self.backend is None and x.is_cuda and not torch.compiler.is_compiling():
+            return chain, "cuda"
+        return chain, self.backend
 
     def _norm_operands(
         self,

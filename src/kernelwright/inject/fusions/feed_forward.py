@@ -17,7 +17,7 @@ from ..runtime.sites import declined, mode, site
 from ..state.hooks import is_plain
 from .base import CHANGES_DTYPE, BaseFusions, hooked_now, is_linear
 from .compiled_ops import GELU_BESIDE, gelu_beside
-from .projections import may_bypass, run_in_order, run_linear
+from .projections import is_no_dropout, may_bypass, run_in_order, run_linear
 
 
 class FeedForwardFusions(BaseFusions):
@@ -132,7 +132,7 @@ class FeedForwardFusions(BaseFusions):
         first, *between, last = module.net
         rows = first.proj(x)
         y = None
-        if not hooked_now(first) and _are_identities(between):
+        if not hooked_now(first) and all(map(is_no_dropout, between)):
             y = self.fp8_layers(last, rows, "gelu_tanh" if first.approximate == "tanh" else "gelu")
         if y is None:
             y = run_in_order((*between, last), first.gelu(rows))
@@ -199,10 +199,3 @@ def _why_not_concatenate(left: Tensor, right: Tensor) -> str | None:
     if type(left) is not Tensor or type(right) is not Tensor:
         return "a tensor subclass"
     return None
-
-
-def _are_identities(layers: list[Any]) -> bool:
-    """Whether these layers return their input unchanged."""
-    return all(
-        is_plain(m, nn.Dropout) and not hooked_now(m) and not (m.training and m.p) for m in layers
-    )

@@ -181,7 +181,7 @@ class NormFusions(ChannelNormFusions):
 
     def _fp8_producer(self, x: Tensor) -> Makers | None:
         """The fp8 producer for this site, or None if no fp8 layer can follow."""
-        if torch.compiler.is_compiling() or self.fp8_layers is None or torch.is_grad_enabled():
+        if self.fp8_layers is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
         if self.backend == "cuda" or (x.is_cuda and fp8.unsupported(x.device.index or 0)):
             return None

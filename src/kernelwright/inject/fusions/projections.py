@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...backends.torch_internals import all_modules_hooked
 from ...ops.linear import algorithms
 from ..reuse import packed_gemm, packed_weights
 from ..runtime.forwards import hooked
 from ..runtime.sites import declined, site
-from ..state.hooks import all_modules_hooked, is_plain
+from ..state.hooks import is_plain
 from .base import BaseFusions
 
 QKV = "QKV in one product"
@@ -81,8 +82,16 @@ class ProjectionFusions(BaseFusions):
 def run_in_order(layers: Iterable[Any], x: Tensor) -> Tensor:
     """Run the layers one after the other."""
     for layer in layers:
-        x = run_linear(layer, x)
+        if not is_no_dropout(layer):
+            x = run_linear(layer, x)
     return x
+
+
+def is_no_dropout(layer: Any) -> bool:
+    """Whether a layer is a Dropout that returns its input unchanged and need not be called."""
+    if not is_plain(layer, nn.Dropout) or (layer.training and layer.p):
+        return False
+    return not hooked(layer) and not all_modules_hooked()
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:
@@ -95,7 +104,8 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
         )
     if not may_bypass((layer,)):
         return layer(x)
-    return algorithms.linear(x, layer.weight, layer.bias)
+    own = layer._parameters  # faster than through nn.Module.__getattr__
+    return algorithms.linear(x, own["weight"], own["bias"])
 
 
 def _may_trace_linear(layer: Any, x: Tensor) -> bool:
@@ -111,8 +121,9 @@ def _may_trace_linear(layer: Any, x: Tensor) -> bool:
 def may_bypass(layers: Sequence[Any]) -> bool:
     """Whether F.linear with their weights may replace calling these layers: no adapter, no hook."""
     for layer in layers:
-        if not is_plain(layer, nn.Linear) or "forward" in vars(layer) or hooked(layer):
+        if not is_plain(layer, nn.Linear) or "forward" in layer.__dict__ or hooked(layer):
             return False
-        if "weight" not in layer._parameters:  # weight norm and pruning compute it
+        own = layer._parameters
+        if "weight" not in own or "bias" not in own:  # weight norm and pruning compute it
             return False
     return not all_modules_hooked()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..identify import norm_kinds
+from ..identify.norm_kinds import Norm
 from ..reuse.compiled_prompt_values import TEXT_PROJECTIONS
 from ..runtime.forwards import hooked
 from ..state.hooks import is_plain
@@ -23,13 +24,17 @@ class PromptFusions(ProjectionFusions):
         a hook is on one of them."""
         if torch.compiler.is_compiling() or any(map(hooked, layers)):
             return make()
-        if not all(is_plain(m, nn.Linear) or norm_kinds.key(m) in self.norms for m in layers):
+        if not all(is_plain(m, nn.Linear) or self._is_norm(m) for m in layers):
             return make()
         if self.fp8_layers is not None:
             for layer in layers:
                 self.fp8_layers.leave(layer, "runs once per prompt")
         weights = [p for layer in layers for p in layer._parameters.values() if p is not None]
         return self.prompts.once(owner, text, weights, make)
+
+    def _is_norm(self, module: nn.Module) -> bool:
+        known = self._norm_of_module.get(module)
+        return isinstance(known, Norm) or norm_kinds.key(module) in self.norms
 
     def text_projections(self, text: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
         """layer(text) of each layer; under torch.compile one op, which caches them."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from ...backends import torch_internals
 from ...backends.torch_internals import pytree
 from ...library_internals import collecting_outputs
-from ..state.hooks import all_modules_hooked
 from ..state.switches import switches
 from .buffers import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_leaf, is_simple
 
@@ -79,7 +78,7 @@ def check_surroundings() -> None:
         raise Refusal("forward-mode gradients are recorded")
     if torch.jit.is_tracing():
         raise Refusal("inside torch.jit.trace")
-    if all_modules_hooked():
+    if torch_internals.all_modules_hooked():
         raise Refusal("a hook on all modules")
     if collecting_outputs():
         raise Refusal("inside a model that collects what its layers return")

@@ -75,8 +75,8 @@ def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
     """shift, scale and gate of both branches: [batch, 1 or tokens, width] each."""
     blocks = work_ahead.running()
     # with one modulation per token, those of all blocks at once would take too much memory
-    if blocks and temb.shape[1] == 1 and id(block) in blocks and fuse.modulations.is_allowed(temb):
-        together = fuse.modulations(temb, None, lambda: modulations(blocks.values(), temb))
+    if blocks and temb.shape[1] == 1 and id(block) in blocks:
+        together = fuse.modulations.or_none(temb, lambda: modulations(blocks.values(), temb))
         if together is not None:
             return together[id(block)]
     return added(block.scale_shift_table.to(temb.device), temb).unbind(2)
@@ -139,44 +139,43 @@ def attend(
     image_rotary_emb: Rotary | None,
 ) -> Tensor:
     """The steps of LTX-Video's attention processor."""
-    from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
-
     context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     if attention_mask is not None:
         attention_mask = mask_per_head(fuse, attn, attention_mask, *context.shape[:2])
 
     def rotate(x: Tensor) -> Tensor:
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
         return x if image_rotary_emb is None else apply_rotary_emb(x, image_rotary_emb)
 
+    parts = attn._modules  # faster than through nn.Module.__getattr__, six times per call
+    to_q, to_k, to_v = parts["to_q"], parts["to_k"], parts["to_v"]
+    norm_q, norm_k = parts["norm_q"], parts["norm_k"]
     if encoder_hidden_states is None or image_rotary_emb is not None:
         if encoder_hidden_states is None:
-            layers = attn.to_q, attn.to_k, attn.to_v
-            query, key, value = fuse.projections(QKV, hidden_states, layers)
+            query, key, value = fuse.projections(QKV, hidden_states, (to_q, to_k, to_v))
         else:
-            query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+            query, key, value = to_q(hidden_states), to_k(context), to_v(context)
+        rotary = narrow(image_rotary_emb)
         query, key = fuse.qk_norm_rope(
-            query,
-            key,
-            attn.norm_q,
-            attn.norm_k,
-            narrow(image_rotary_emb),
-            rotate,
-            across_heads=True,
+            query, key, norm_q, norm_k, rotary, rotate, across_heads=True
         )
     else:
 
         def keys_and_values() -> tuple[Tensor, Tensor]:
-            key, value = fuse.text_projections(context, (attn.to_k, attn.to_v))
-            return attn.norm_k(key), value
+            key, value = fuse.text_projections(context, (to_k, to_v))
+            return norm_k(key), value
 
-        layers = attn.to_k, attn.norm_k, attn.to_v
+        layers = to_k, norm_k, to_v
         key, value = fuse.once_per_prompt(attn, context, layers, keys_and_values)
-        query = attn.norm_q(attn.to_q(hidden_states))
-    query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, value))
+        query = norm_q(to_q(hidden_states))
+    heads = attn.heads
+    query, key, value = [
+        t.view(*t.shape[:2], heads, t.shape[2] // heads) for t in (query, key, value)
+    ]
     rows = fuse.attention(query, key, value, attention_mask, processor)
     rows = rows.flatten(2, 3).to(query.dtype)
-    rows = run_in_order(attn.to_out, rows)
-    return rows
+    return run_in_order(parts["to_out"], rows)
 
 
 def mask_per_head(fuse: Fusions, attn: Any, mask: Tensor, batch: int, tokens: int) -> Tensor:

@@ -107,7 +107,7 @@ def _packed(group: _Group, weights: list[Any], biases: list[Any], x: Tensor) -> 
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
         return "gradients are recorded"
     mixed = torch_internals.any_autocast() and torch.is_autocast_enabled(x.device.type)
-    if mixed or torch_internals.in_jit_trace():
+    if mixed or torch_internals.jit_state() is not None:
         return "autocast or a JIT trace"
     blocks = _blocks(group, weights + biases)
     if blocks is None or not group.settled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,15 @@ class ProgramSites:
     ) -> None:
         self.names = {id(p): f"program {i + 1} of {kind}" for i, p in enumerate(programs)}
         self.launched, self.fell_back = launched, fell_back
+
+    def launcher(
+        self, program: Program, places: Mapping[str, int]
+    ) -> Callable[[list[Any]], bool] | None:
+        """What launches a program, unless it is compared or one of its addresses does not fit."""
+        if id(program) not in self.launched:
+            return None
+        launch = self.launched[id(program)].bound(places)
+        return lambda values: mode.notes is None and not mode.off and launch(values)
 
     def __call__(self, program: Program, given: Any, outputs: Any) -> None:
         if mode.notes is None and not mode.off:

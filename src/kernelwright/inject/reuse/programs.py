@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from ...backends.torch_internals import view_base
+from ...backends.torch_internals import layout_check, view_base
 from ...fuser import attention_by_lengths, planning, recording
 from ...fuser.attention_by_lengths import Lengths
 from ...fuser.index import CannotIndex
@@ -121,13 +120,18 @@ class KeptPrompt:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         source, weights = inputs[self.steps.source], [inputs[i] for i in self.steps.weights]
-        read = {self.steps.source, *self.steps.weights}
-        # other inputs must not be kept alive
-        own = [t if i in read else None for i, t in enumerate(inputs)]
+        count = len(inputs)  # no other input must be kept alive
 
         def make() -> list[Any]:
-            with _running_with(self.layers):
+            own: list[Any] = [None] * count
+            own[self.steps.source] = source
+            for place, weight in zip(self.steps.weights, weights, strict=True):
+                own[place] = weight
+            before, _running.layers = _running.layers, self.layers
+            try:
                 return self.steps.make(own)
+            finally:
+                _running.layers = before
 
         again = self.last is not None and self.last() is prompt_graph.root(source).untyped_storage()
         if not again and prompt_graph.active() is None:
@@ -143,6 +147,7 @@ class Bound:
     recorded: Recorded
     places: list[tuple[dict[str, Any], str]]
     layouts: list[Any]
+    same_layouts: Callable[..., bool]  # finds most that are the same, in less time
     opaque: tuple[nn.Module, ...]
     layers: dict[str, nn.Module]  # the layer of each weight that is a matrix
     prompts: Sequence[KeptPrompt] = ()
@@ -150,17 +155,19 @@ class Bound:
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The result of a forward, or a `str`: why the module's own has to run this time."""
         weights = [holder[name] for holder, name in self.places]
-        if list(map(layout, weights)) != self.layouts:
+        if not self.same_layouts(*weights) and list(map(layout, weights)) != self.layouts:
             return "weights of another layout than when they were recorded"
         inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
+        before, _running.layers = _running.layers, self.layers
         try:
-            with _running_with(self.layers):
-                if not self.opaque:
-                    return self.recorded.run(inputs, self.prompts)
-                with opaque_layers(self.opaque):
-                    return self.recorded.run(inputs, self.prompts)
+            if not self.opaque:
+                return self.recorded.run(inputs, self.prompts)
+            with opaque_layers(self.opaque):
+                return self.recorded.run(inputs, self.prompts)
         except OtherShape:
             return "a result whose shape depends on values has another one"
+        finally:
+            _running.layers = before
 
 
 class _Running(threading.local):
@@ -170,15 +177,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-@contextmanager
-def _running_with(layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    before, _running.layers = _running.layers, layers
-    try:
-        yield
-    finally:
-        _running.layers = before
 
 
 @dataclass(eq=False)
@@ -213,7 +211,9 @@ class Programs:
         """The result of a forward, or NotImplemented if the module's own has to run."""
         if torch.is_grad_enabled():
             return self._declined("autograd records it")
-        known = self._bound.setdefault(module, {})
+        known = self._bound.get(module)
+        if known is None:
+            known = self._bound.setdefault(module, {})
         key = mode.cache_scope, signature(args, kwargs)
         found = known.get(key)
         if found is None:
@@ -265,10 +265,13 @@ class Programs:
         if isinstance(found, str):
             return found, result if once else None
         places = _places(module, found.recording.weights)
-        layouts = [layout(holder[name]) for holder, name in places]
+        weights = [holder[name] for holder, name in places]
+        layouts, check = list(map(layout, weights)), layout_check(weights)
         layers = _layers(module, found.recording)
         prompts = self._prompts(module, found, layers)
-        return Bound(found, places, layouts, opaque, layers, prompts), result if once else None
+        return Bound(
+            found, places, layouts, check, opaque, layers, prompts
+        ), result if once else None
 
     def _prompts(
         self, module: nn.Module, found: Recorded, layers: dict[str, nn.Module]
@@ -317,8 +320,9 @@ class Programs:
             return why, result
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = ProgramSites(type(module).__name__, programs, launched, self.fell_back)
-        product = None if device is None else self._product
-        executable = Executable(plan, runner, product, None if self.exact else self._lengths_of)
+        products = None if device is None else self._product
+        lengths_of = None if self.exact else self._lengths_of
+        executable = Executable(plan, runner, products, lengths_of, runner.launcher)
         kind = type(module).__name__
         return Recorded(kind, made, executable, len(programs), plan), result
 

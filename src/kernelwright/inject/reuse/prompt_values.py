@@ -15,12 +15,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
+from ...backends.torch_internals import any_autocast
 from ..graphs import prompt_graph
 from ..graphs.capture import phase
 from ..graphs.prompt_graph import root
@@ -34,18 +36,20 @@ T = TypeVar("T")
 class MadeFrom:
     """What a value was computed from: tensors by object, storage and version, and other facts."""
 
-    memory: tuple[ref[Any], ...]
+    memory: list[ref[Any]]
+    tensors: Any
     facts: Hashable
 
     @staticmethod
     def of(tensors: Sequence[Tensor], facts: Hashable) -> MadeFrom:
-        return MadeFrom(tuple(map(storage_ref, tensors)), (tuple(map(_identity, tensors)), facts))
+        return MadeFrom(list(map(storage_ref, tensors)), _identities(tensors), facts)
 
     def holds(self, tensors: Sequence[Tensor], facts: Hashable) -> bool:
         """Whether these are the same tensors, with the same contents as far as versions tell."""
-        return self.facts == (tuple(map(_identity, tensors)), facts) and all(
-            r() is t.untyped_storage() for r, t in zip(self.memory, tensors, strict=True)
-        )
+        if self.facts != facts or self.tensors != _identities(tensors):
+            return False
+        memory = [alive() for alive in self.memory]
+        return all(map(is_, memory, map(Tensor.untyped_storage, tensors)))
 
 
 @dataclass
@@ -95,8 +99,7 @@ class _Last(threading.local):
     value: Any = None
 
     def is_of(self, sources: Sequence[Tensor], facts: Any) -> bool:
-        same = all(r() is t for r, t in zip(self.sources, sources, strict=False))
-        return same and len(self.sources) == len(sources) and self.facts == facts
+        return self.facts == facts and all(map(is_, [r() for r in self.sources], sources))
 
 
 class PerForwardCache:
@@ -109,20 +112,31 @@ class PerForwardCache:
         return PerForwardCache()
 
     @staticmethod
-    def is_allowed(source: Tensor) -> bool:
+    def is_allowed(source: Tensor, others: Sequence[Tensor] = ()) -> bool:
         """Whether the blocks of this forward may share a value. Hooks or unknown code between them
         may change what it is computed from."""
         # in this order: Dynamo must not guard on the serial number, which changes
-        return can_cache(source, []) and bool(model_run.active.serial)
+        if not can_cache(source, others) or not model_run.active.serial:
+            return False
+        return all(type(t) is Tensor for t in others) if others else True
 
     def __call__(
         self, source: Tensor, facts: Hashable, make: Callable[[], T], others: Sequence[Tensor] = ()
     ) -> T:
         """`make()`, which depends on `source`, `facts` and `others` alone: once per forward of the
         model."""
-        sources = (source, *others)
-        if not all(map(self.is_allowed, sources)):
+        if not self.is_allowed(source, others):
             return make()
+        return self._shared(source, facts, make, others)
+
+    def or_none(self, source: Tensor, make: Callable[[], T]) -> T | None:
+        """The same for what depends on `source` alone; None if blocks may not share a value."""
+        return self._shared(source, None, make) if self.is_allowed(source) else None
+
+    def _shared(
+        self, source: Tensor, facts: Hashable, make: Callable[[], T], others: Sequence[Tensor] = ()
+    ) -> T:
+        sources = (source, *others)
         known = facts, [t._version for t in sources], phase(), model_run.active.token
         last = self._last
         if not last.is_of(sources, known):
@@ -137,10 +151,11 @@ def can_cache(source: Tensor, weights: Sequence[Any]) -> bool:
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (source, *weights)):
         return False
-    if torch.is_autocast_enabled(source.device.type):
+    if any_autocast() and torch.is_autocast_enabled(source.device.type):
         return False
-    tensors = (source, *weights)
-    return not any(t.is_inference() for t in tensors) and type(source) is Tensor
+    if type(source) is not Tensor or source.is_inference():
+        return False
+    return not (weights and any(map(Tensor.is_inference, weights)))
 
 
 def storage_ref(t: Tensor) -> ref[Any]:
@@ -149,8 +164,18 @@ def storage_ref(t: Tensor) -> ref[Any]:
     return ref(t.untyped_storage())
 
 
-def _identity(t: Tensor) -> Hashable:
-    return id(t), layout_and_version(t)
+_attributes = attrgetter("_version", "dtype", "shape")
+
+
+def _identities(tensors: Sequence[Tensor]) -> Any:
+    """Which tensors these are, where they lie, and how often they were written to. This is read for
+    every block, so builtins do the loops."""
+    return (
+        list(map(id, tensors)),
+        list(map(Tensor.data_ptr, tensors)),
+        list(map(Tensor.stride, tensors)),
+        list(map(_attributes, tensors)),
+    )
 
 
 def layout_and_version(t: Tensor) -> Hashable:

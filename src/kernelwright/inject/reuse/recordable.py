@@ -27,13 +27,15 @@ def _key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         start = 0 if value.is_meta else value.data_ptr() & 15
         return type(value), value.shape, value.stride(), value.dtype, value.device, start
-    if isinstance(value, tuple | list):
+    if value is None:
+        return value
+    if isinstance(value, (tuple, list)):  # a union of them would be made anew for every call
         return type(value), tuple([_key_of(v) for v in value])
     if isinstance(value, dict):
         return tuple([(k, _key_of(v)) for k, v in value.items()])
     if isinstance(value, float):
         return float, repr(value)  # 0.0 == -0.0, but they may give other results
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, (bool, int, str)):
         return type(value), value
     return type(value)
 

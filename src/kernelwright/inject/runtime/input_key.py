@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,22 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tuple([_key_of(a) for a in args]),
         tuple([(k, _mask_key(v) if "mask" in k else _key_of(v)) for k, v in kwargs.items()]),
     )
+
+
+_numbers: dict[Any, int] = {}
+_next = count(1)
+MAX_NUMBERS = 4096
+
+
+def number_of(key: Any) -> int:
+    """The number of a key: the same for equal keys. All blocks of a forward have one signature and
+    one setting of PyTorch's switches; a number is hashed and compared faster than those."""
+    found = _numbers.get(key)
+    if found is None:
+        if len(_numbers) >= MAX_NUMBERS:  # a service that keeps getting new shapes
+            _numbers.clear()
+        found = _numbers.setdefault(key, next(_next))
+    return found
 
 
 def has_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -58,9 +75,9 @@ def in_words(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return type(value), value.shape, value.dtype, value.device
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, (bool, str)):  # a union is built anew each time
         return value
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return tuple([_key_of(v) for v in value])
     if isinstance(value, dict):
         return tuple([(k, _key_of(v)) for k, v in value.items()])

@@ -21,6 +21,7 @@ from ..state.hooks import base_layers, why_run_once
 from ..state.module_state import State
 from ..state.switches import switches
 from ..state.tensor_samples import TensorSamples
+from .input_key import number_of
 
 _numbers = count(1)
 EMPTY: frozenset[int] = frozenset()
@@ -49,7 +50,7 @@ class _Run(threading.local):
     run_once: str | None = None
     modules: frozenset[int] = EMPTY  # ids of the modules that the state covers
     adapted: frozenset[int] | set[int] = EMPTY  # ids of layers with an adapter around them
-    switches: Any = None
+    switches: int | None = None  # the number of PyTorch's switches
     samples: TensorSamples | None = None  # of the tensors that cached values depend on
     repeatable: dict[int, bool] | None = None
 
@@ -76,7 +77,7 @@ def begin(
     active.repeatable = found.repeatable
     active.serial = found.serial if found.run_once is None else 0
     kind = device_type(args, kwargs)
-    active.switches, active.on_gpu = switches(kind), kind == "cuda"
+    active.switches, active.on_gpu = number_of(switches(kind)), kind == "cuda"
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class _Mode(threading.local):
 mode = _Mode()
 # fields that belong to the running module
 MODULE_FIELDS = ("inside", "members", "cache_scope", "off", "off_inside", "excluded", "adapted")
+module_fields: Callable[[_Mode], tuple[Any, ...]] = attrgetter(*MODULE_FIELDS)
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def set_mode(**values: Any) -> Iterator[None]:
 
 def bind_mode(make: Callable[[], Any]) -> Callable[[], Any]:
     """`make`, to be called later in the mode of the module that is running now."""
-    values = {name: getattr(mode, name) for name in MODULE_FIELDS}
+    values = dict(zip(MODULE_FIELDS, module_fields(mode), strict=True))
 
     def again() -> Any:
         with set_mode(**values):

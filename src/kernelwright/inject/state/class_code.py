@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType
 from weakref import WeakKeyDictionary
 
@@ -15,20 +16,34 @@ class Code:
 
     def __init__(self, kind: type) -> None:
         classes = [k for k in kind.__mro__ if k not in (nn.Module, object)]
-        self._dicts = [(vars(k), dict(vars(k))) for k in classes]
         found = [vars(k).get(n) for k in classes for n in ("forward", "__call__")]
         functions = [f for f in found if isinstance(f, FunctionType)]
-        self._called = [
-            (f.__globals__, name, f.__globals__[name])
+        self.classes = {k: (vars(k), dict(vars(k))) for k in classes}
+        self.called = {
+            (id(f.__globals__), name): (f.__globals__, name, f.__globals__[name])
             for f in functions
             for name in f.__code__.co_names
             if isinstance(f.__globals__.get(name), FUNCTIONS)
-        ]
+        }
 
-    def holds(self) -> bool:
-        return all(now == then for now, then in self._dicts) and all(
-            names.get(name) is then for names, name, then in self._called
-        )
+
+class Codes:
+    """Snapshots of several classes. What they have in common, such as a base class, is compared
+    once."""
+
+    def __init__(self, codes: Iterable[Code]) -> None:
+        codes = list(codes)
+        self._classes = list({k: v for code in codes for k, v in code.classes.items()}.values())
+        self._called = list({k: v for code in codes for k, v in code.called.items()}.values())
+
+    def hold(self) -> bool:
+        for now, then in self._classes:
+            if now != then:
+                return False
+        for names, name, function in self._called:
+            if name not in names or names[name] is not function:
+                return False
+        return True
 
 
 _codes: WeakKeyDictionary[type, list[Code]] = WeakKeyDictionary()
@@ -47,6 +62,6 @@ def code_of(kind: type) -> Code:
 
 def _holds(code: Code) -> bool:
     try:
-        return code.holds()
+        return Codes([code]).hold()
     except (RuntimeError, ValueError, TypeError):
         return False

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...backends.torch_internals import global_module_hooks
 from ...library_internals import (
+    ACCELERATE_HOOK,
+    DIFFUSERS_HOOKS,
     HOOK_ATTRIBUTES,
     base_layer,
     diffusers_hooks,
@@ -37,24 +38,22 @@ def hooks_of(module: nn.Module) -> Iterator[dict]:
 
 
 def is_ours(forward: Any) -> bool:
-    return isinstance(forward, MethodType) and hasattr(forward.__func__, MARK)
+    return type(forward) is MethodType and hasattr(forward.__func__, MARK)
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a module has hooks or a wrapped forward: then it must be called, not bypassed."""
-    own = vars(module)
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-        return True
-    if own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        return True
-    if has_library_hook(module):
+    own = module.__dict__  # a block asks some twenty times, so nothing is called here
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or ACCELERATE_HOOK in own
+        or DIFFUSERS_HOOKS in own
+    ):
         return True
     return "forward" in own and not is_ours(own["forward"])
-
-
-def all_modules_hooked() -> bool:
-    """Whether a global module hook is registered."""
-    return any(global_module_hooks())
 
 
 # PyTorch's own forwards: somebody may patch one of these classes later

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ...library_internals import HOOK_ATTRIBUTES
-from .class_code import code_of
+from .class_code import Codes, code_of
 from .hooks import has_settings, hooks_of, inside_adapters
 
 COMMON = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -75,7 +75,7 @@ class State:
         settings = {id(o): o for a in (self._root, *described) for o in a.objects}.values()
         self._settings = [_Settings(vars(o)) for o in settings]
         classes = dict.fromkeys((type(root), *self._types, *map(type, settings)))
-        self._codes = [code_of(kind) for kind in classes]
+        self._codes = Codes(map(code_of, classes))
 
     def holds(self, root: nn.Module) -> bool:
         """Whether nothing has changed that a forward of `root` reads from Python."""
@@ -90,9 +90,9 @@ class State:
                 and list(map(type, self._inner)) == self._types
                 and _kinds(self._holders) == self._kinds
                 and self._root.hold(vars(root))
-                and all(found.is_in(names, name) for names, name, found in self._other)
-                and all(settings.hold() for settings in self._settings)
-                and all(code.holds() for code in self._codes)
+                and _are_in(self._other)
+                and all(map(_Settings.hold, self._settings))
+                and self._codes.hold()
             )
         except (KeyError, RuntimeError, ValueError, TypeError):
             return False  # an attribute is gone, or can no longer be compared
@@ -102,7 +102,7 @@ class State:
         forward that sets attributes of its own module is stateful, and may do so every time."""
         rows = zip(self._names, self._sizes, self._plain, self._plain_values, strict=True)
         kept = [row for row in rows if len(row[0]) == row[1] and row[2][1](row[0]) == row[3]]
-        other = [row for row in self._other if row[2].is_in(row[0], row[1])]
+        other = [row for row in self._other if _are_in([row])]
         settings = [found for found in self._settings if found.hold()]
         changed = (
             len(kept) < len(self._names)
@@ -142,7 +142,7 @@ class _Attributes:
         return (
             self.size in (None, len(names))
             and self.get(names) == self.values
-            and all(found.is_in(names, name) for name, found in self.other)
+            and _are_in([(names, name, found) for name, found in self.other])
         )
 
     def ignore_changed(self, names: dict[str, Any]) -> bool:
@@ -153,7 +153,7 @@ class _Attributes:
         self.plain = [n for n, v in zip(self.plain, values, strict=True) if names.get(n) is v]
         self.get = itemgetter(*self.plain)
         self.values = self.get(names)
-        self.other = [(name, found) for name, found in self.other if found.is_in(names, name)]
+        self.other = [row for row in self.other if _are_in([(names, *row)])]
         self.size = None
         return True
 
@@ -161,19 +161,28 @@ class _Attributes:
 class _Other:
     """A value that is not plain: compared by identity, and a container by its plain values too."""
 
-    __slots__ = ("_copy", "_ref")
+    __slots__ = ("contents", "held")
 
     def __init__(self, value: Any) -> None:
-        self._copy = _copied(value)
+        self.contents = _Contents(value) if isinstance(value, (*CONTAINERS, tuple)) else None
         try:
-            self._ref: Callable[[], Any] = ref(value)
+            self.held: Callable[[], Any] = ref(value)
         except TypeError:  # lists, dicts and objects with slots
-            self._ref = lambda: value
+            self.held = lambda: value
 
-    def is_in(self, names: dict[str, Any], name: str) -> bool:
-        now = names.get(name)
-        same = now is self._ref() and now is not None
-        return same and (self._copy is None or _copied(now) == self._copy)
+
+def _are_in(rows: Iterable[tuple[dict[str, Any], str, _Other]]) -> bool:
+    """Whether each of these values is in its dict still, under its name. A model has a dozen for
+    each block, so only containers cost a call."""
+    for names, name, value in rows:
+        if name not in names:
+            return False
+        now = names[name]
+        if now is None or now is not value.held():
+            return False
+        if value.contents is not None and not value.contents.hold(now):
+            return False
+    return True
 
 
 class _Settings:
@@ -186,7 +195,7 @@ class _Settings:
         self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain) if plain else len
         self._values = self._get(attributes)
         containers = [n for n, value in attributes.items() if isinstance(value, CONTAINERS)]
-        self._containers = [(name, _copied(attributes[name])) for name in containers]
+        self._containers = [(name, _Contents(attributes[name])) for name in containers]
 
     def hold(self) -> bool:
         now = self._attributes
@@ -194,8 +203,24 @@ class _Settings:
             list(now) == self._names
             and list(map(type, now.values())) == self._types
             and bool(self._get(now) == self._values)
-            and all(_copied(now[name]) == copy for name, copy in self._containers)
+            and (
+                not self._containers
+                or all(contents.hold(now[name]) for name, contents in self._containers)
+            )
         )
+
+
+class _Contents:
+    """The plain values of a list, tuple, set or dict."""
+
+    def __init__(self, container: Any) -> None:
+        self._plain = _plain_items(container)
+        # if all are plain, they are compared by identity first; others must not be kept alive
+        self._held = _parts(container) if len(self._plain) == len(container) else None
+
+    def hold(self, container: Any) -> bool:
+        same = self._held is not None and _same(_parts(container), self._held)
+        return same or _plain_items(container) == self._plain
 
 
 def _values(dicts: Iterable[dict]) -> list[Any]:
@@ -219,12 +244,11 @@ def is_plain_value(value: Any) -> bool:
     return type(value) is tuple and all(map(is_plain_value, value))
 
 
-def _copied(value: Any) -> Any:
-    """A copy of a list, set or dict of plain values; None for anything else."""
-    if isinstance(value, dict):
-        value = list(value.items())
-    elif isinstance(value, list | tuple | set):
-        value = list(value)
-    else:
-        return None
-    return [v for v in value if is_plain_value(v)]
+def _parts(container: Any) -> list[Any]:
+    """What a container holds; of a dict, keys and values."""
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _plain_items(container: Any) -> list[Any]:
+    items = container.items() if isinstance(container, dict) else container
+    return [v for v in items if is_plain_value(v)]

@@ -18,14 +18,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ...backends import torch_internals
-from ...backends.torch_internals import dispatch_modes
+from ...backends.torch_internals import dispatch_modes, needs_torch_ops
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..runtime import model_run, work_ahead
-from ..runtime.input_key import on_meta, signature
+from ..runtime.input_key import number_of, on_meta, signature
 from ..runtime.sites import Forward, mode
-from ..state.hooks import all_modules_hooked
 from ..state.switches import switches
 from .comparison import Comparison
 from .findings import Evidence, Findings
@@ -80,7 +78,7 @@ class Checker(Findings):
             key = signature(args, kwargs)
         outside = model_run.active.switches
         if outside is None:
-            outside = switches(model_run.device_type(args, kwargs))
+            outside = number_of(switches(model_run.device_type(args, kwargs)))
         return key, outside, work_ahead.is_offered(module)
 
     def _record(self, module: nn.Module, fused: Any) -> ModuleRecord:
@@ -144,14 +142,3 @@ class Checker(Findings):
             record.verdicts[None] = Verdict(False)
             notes = Counter({("forward", record.excluded[id(module)]): 1})
             self.add(module, args, kwargs, notes, {}, Evidence())
-
-
-def needs_torch_ops() -> bool:
-    """Whether something must see PyTorch's own operations, which our kernels would hide: function
-    transforms, forward-mode gradients, torch.jit.trace, global module hooks."""
-    return (
-        torch_internals.in_functorch()
-        or torch_internals.in_forward_ad()
-        or torch_internals.in_jit_trace()
-        or all_modules_hooked()
-    )

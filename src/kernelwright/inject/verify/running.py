@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..runtime.sites import EMPTY, MODULE_FIELDS, Forward, declined, eagerly, mode
+from ..runtime.sites import EMPTY, MODULE_FIELDS, Forward, declined, eagerly, mode, module_fields
 from .verdicts import ModuleRecord
 
 
@@ -21,7 +21,7 @@ def run_fused(
 ) -> Any:
     """Run the new forward, with the sites in `off` eager; modules inside it need no check."""
     now, noting = mode, mode.notes is not None
-    before = {name: getattr(now, name) for name in MODULE_FIELDS}
+    before = module_fields(now)
     now.inside, now.members, now.excluded = True, record.members, record.excluded
     now.adapted, now.cache_scope = record.adapted, (record.serial, key)
     now.off_inside = off
@@ -29,8 +29,7 @@ def run_fused(
     try:
         return fused(module, *args, **kwargs)
     finally:
-        for name, value in before.items():
-            setattr(now, name, value)
+        now.__dict__.update(zip(MODULE_FIELDS, before, strict=True))
 
 
 def run_nested(module: nn.Module, fused: Forward, eager: Forward, args: Any, kwargs: Any) -> Any:

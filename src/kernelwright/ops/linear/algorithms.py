@@ -68,8 +68,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = F
     >>> linear(torch.ones(1, 2), torch.tensor([[0.5, 0.25]]))
     tensor([[0.7500]])
     """
-    traced = torch.compiler.is_compiling() or torch_internals.in_jit_trace()
-    if traced or not _may_choose(x, weight, bias):
+    # of the states that torch.compiler.is_compiling covers, the other checks miss Dynamo's only
+    if torch.compiler.is_dynamo_compiling() or not _may_choose(x, weight, bias):
         return plain(x, weight, bias, gelu)
     try:
         key = (
@@ -153,9 +153,10 @@ def _may_choose(x: Any, weight: Any, bias: Any) -> bool:
         type(x) in PLAIN
         and type(weight) in PLAIN
         and (bias is None or type(bias) in PLAIN)
-        and x.layout is weight.layout is torch.strided
         and weight.ndim == 2
+        and torch_internals.jit_state() is None
         and 2 * x.numel() * weight.shape[0] >= LEAST_FLOP
+        and x.layout is weight.layout is torch.strided
         and _on.get()
         and serves(x.device)
         and not (torch.is_grad_enabled() and _needs_grad(x, weight, bias))
