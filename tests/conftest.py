@@ -1,6 +1,7 @@
 """Fixtures of every test: kernels without a GPU, uninitialised memory filled with NaN, and caches
 that last for one run."""
 
+import gc
 import os
 import tempfile
 import warnings
@@ -13,6 +14,8 @@ import torch
 from kernelwright.checking import conditions
 
 conditions.interpret_without_gpu()
+# a full collection walks all objects of PyTorch and diffusers, 0.2 s each time: 5% of the tests
+gc.set_threshold(20_000, 20, 100)
 
 
 def pytest_configure(config: pytest.Config) -> None:

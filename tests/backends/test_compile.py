@@ -1,5 +1,6 @@
 """Every kernel compiles for every GPU we name, and spills no register on any."""
 
+import functools
 import json
 import os
 import subprocess
@@ -40,6 +41,7 @@ def distinct(found):
     return list({k.launch.code: k for k in found}.values())
 
 
+@functools.cache
 def on_hopper():
     """Every kernel in bfloat16 and float32; float16 is bfloat16 with other conversions, so of it
     the largest of each op and chain."""

@@ -1,5 +1,6 @@
 """Tests of injection leave diffusers and torch.compile as they found them."""
 
+import copy
 import sys
 from functools import partial
 
@@ -7,7 +8,26 @@ import pytest
 import torch
 
 import kernelwright as kw
+from kernelwright import models
 from kernelwright.inject.reuse import packed_gemm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tiny_models_drawn_once():
+    """A copy of a tiny model takes a third of the time that drawing its weights does."""
+    build, built = models.build, {}
+
+    def copied(name, *, tiny=False, **how):
+        if not tiny:
+            return build(name, **how)
+        key = name, *sorted(how.items())
+        if key not in built:
+            built[key] = build(name, tiny=True, **how)
+        return copy.deepcopy(built[key])
+
+    with pytest.MonkeyPatch.context() as session:
+        session.setattr(models, "build", copied)
+        yield
 
 
 @pytest.fixture(params=[True, False], ids=["recipes", "programs"])

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .index import Affine
 
+T = TypeVar("T")
 
+
+def hashed_once(kind: type[T]) -> type[T]:
+    """An expression is looked up often, and its hash is that of everything it is made of."""
+    whole = kind.__hash__
+
+    def kept(self: Any) -> int:
+        found = vars(self).get("_hash")
+        if found is None:
+            found = vars(self)["_hash"] = whole(self)
+        return found
+
+    kind.__hash__ = kept  # type: ignore[method-assign]
+    return kind
+
+
+@hashed_once
 @dataclass(frozen=True)
 class Load:
     """An element of a tensor in memory; `index` has one entry for each dimension."""
@@ -20,6 +37,7 @@ class Load:
     dtype: torch.dtype
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Step:
     """An ATen op on single elements, its result rounded to `dtype`. Arguments are expressions,
@@ -31,6 +49,7 @@ class Step:
     dtype: torch.dtype
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Choice:
     """One of several expressions, by the value of a variable, on which none of them depends."""
@@ -40,6 +59,7 @@ class Choice:
     dtype: torch.dtype
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Row:
     """What an ATen op makes of all elements of a row, in that op's own order of summation.
