@@ -14,8 +14,10 @@ import torch
 from kernelwright.checking import conditions
 
 conditions.interpret_without_gpu()
-# a full collection walks all objects of PyTorch and diffusers, 0.2 s each time: 5% of the tests
-gc.set_threshold(20_000, 20, 100)
+if not torch.cuda.is_available():
+    # a full collection walks all objects of PyTorch and diffusers, 0.2 s each time: 5% of all.
+    # on a GPU tests look at its memory, which garbage must not hold
+    gc.set_threshold(20_000, 20, 100)
 
 
 def pytest_configure(config: pytest.Config) -> None:

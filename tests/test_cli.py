@@ -226,7 +226,7 @@ def test_inspect_shows_the_architecture():
 
 def test_inspect_shows_programs():
     page = invoke("inspect", "ltx-video", "--tiny", "--programs", "--cuda").output
-    assert "LTXVideoTransformerBlock: 48 ops between GEMMs and attention become 11 programs" in page
+    assert "LTXVideoTransformerBlock: 48 ops between GEMMs and attention become 10 programs" in page
     assert "= linear(" in page
     assert "__global__" in page
     refused = invoke("inspect", "a/b", "--programs")

@@ -11,6 +11,9 @@ import torch
 
 import kernelwright as kw
 from kernelwright import models
+from kernelwright.inject.graphs import graphs
+
+from .stand_in import CpuGraphs, alignment_of_new_memory  # noqa: F401
 
 peft = pytest.importorskip("peft")
 
@@ -138,3 +141,41 @@ def test_a_fused_adapter_stays_in_eight_bits_what_it_was():
         got = pair.model(**inputs)[0]
     adapter = (want - base).norm()
     assert (got - want).norm() < adapter / 2, "nearer to the model without its adapter"
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "for other ranks"])
+@pytest.mark.parametrize("recipes", [True, False], ids=["recipes", "programs"])
+@torch.no_grad()
+def test_a_hot_swap_leaves_the_graph_and_changes_the_result(recipes, prepared, monkeypatch):
+    """As diffusers loads the next adapter with hotswap=True, after enable_lora_hotswap or not."""
+    from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+    from peft.utils import hotswap
+
+    monkeypatch.setattr(graphs, "Graphs", CpuGraphs)
+    how = {"tiny": True, "dtype": torch.float32}
+
+    def adapted(rank, seed):
+        torch.manual_seed(seed)
+        model = models.build("ltx-video", **how)
+        config = LoraConfig(r=rank, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
+        inject_adapter_in_model(config, model)
+        return model, config
+
+    (model, config), inputs = adapted(8, seed=1), models.inputs("ltx-video", **how)
+    other = get_peft_model_state_dict(adapted(4 if prepared else 8, seed=2)[0])
+    # as diffusers names them for a swap
+    other = {name.replace(".weight", ".default.weight"): t for name, t in other.items()}
+    if prepared:
+        hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8, config=config)
+    twin = copy.deepcopy(model)
+    (found,) = kw.inject(model, graphs=True, recipes=recipes).graphs
+    before = [model(**inputs)[0] for _ in range(4)][-1]
+    for each in (model, twin):
+        hotswap.hotswap_adapter_from_state_dict(each, other, "default", config=config)
+    for _ in range(3):
+        replayed = found.counts[1]
+        after = model(**inputs)[0]
+        assert found.counts[1] > replayed
+        assert torch.equal(after, twin(**inputs)[0])
+    assert not torch.equal(after, before)
+    assert not found.reasons

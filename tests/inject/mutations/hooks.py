@@ -132,9 +132,17 @@ class Raised(nn.Module):
         return weight * 1.5 + 0.125
 
 
+def refuse_offloaded(module):
+    """accelerate does not load what a parametrization has put in the place of an offloaded weight:
+    eager itself would then read what the memory held before."""
+    if module.weight.is_meta:
+        raise NotHere
+
+
 @on_models("hooks.parametrization")
 def parametrization(side, draw):
     name = side.pick(draw, draw.choice((is_linear, is_norm, has_weight)))
+    refuse_offloaded(side.at(name))
     parametrize.register_parametrization(side.at(name), "weight", Raised())
 
     def undo(side):
@@ -146,6 +154,7 @@ def parametrization(side, draw):
 @on_models("hooks.weight_norm")
 def weight_norm(side, draw):
     name = side.pick(draw, is_linear)
+    refuse_offloaded(side.at(name))
     parametrizations.weight_norm(side.at(name))
 
     def undo(side):
