@@ -27,6 +27,7 @@ def update(readme: Path, results: Path) -> None:
     sections: dict[str, Callable[[], str]] = {
         "ops": lambda: catalog.markdown(catalog.entries()),
         "models": lambda: models(results / "h200" / "models"),
+        "full-depth": lambda: models(results / "h200" / "full-depth"),
         "few-layers": lambda: models(results / "h200" / "few-layers"),
         "videos": lambda: videos(results / "h200" / "videos"),
     }
