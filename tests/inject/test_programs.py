@@ -9,6 +9,7 @@ import kernelwright as kw
 from kernelwright.fuser import recording
 from kernelwright.inject.identify.structure import structure_of
 from kernelwright.inject.reuse.packed_gemm import SameBits
+from kernelwright.inject.reuse.program_products import ProgramProducts
 from kernelwright.inject.reuse.programs import Programs
 from kernelwright.inject.reuse.recordable import signature
 
@@ -104,17 +105,19 @@ class Projections(nn.Module):
 @torch.no_grad()
 def test_layers_of_one_input_are_one_product_where_their_weights_can_lie_together(shared):
     block, x = Projections().eval(), torch.randn(2, 8, 64)
-    programs = Programs(same_bits=SameBits())
+    products = ProgramProducts(True, None, SameBits())
     made = recording.record(block, (x,), {})
     nodes = made.graph.find_nodes(op="call_function", target=recording.LINEAR)
     held = block.k.weight.data if shared else None  # another owner of its memory
     inputs = made.inputs(block, (x,), {})
-    assert programs._wanted_together(block, made, inputs, nodes) != shared
+    drawn_before = torch.get_rng_state()
+    assert products.join(block, made, inputs, nodes) != shared
+    assert torch.equal(torch.get_rng_state(), drawn_before)
     weights, biases = [block.q.weight, block.k.weight], [block.q.bias, block.k.bias]
     together = block.k.weight.data_ptr() - block.q.weight.data_ptr() == block.q.weight.nbytes
     assert together != shared
     names = [n.args[1].name for n in nodes]
-    got = programs._product(names)(x, weights, biases)
+    got = products.of(names)(x, weights, biases)
     assert [t.stride() for t in got] == [(8 * 256, 256, 1)] * 2
     assert all(torch.equal(g, layer(x)) for g, layer in zip(got, (block.q, block.k), strict=True))
     assert held is None or held.data_ptr() == block.k.weight.data_ptr()

@@ -7,16 +7,15 @@ and what is bound here belongs to that verdict (`mode.cache_scope`).
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...backends.torch_internals import layout_check, view_base
 from ...fuser import attention_by_lengths, planning, recording
@@ -32,16 +31,15 @@ from ...fuser.rewriting import (
     take_bias_out_of_convolutions,
     take_gelu_into_products,
 )
-from ...fuser.running import Executable, OtherShape, PromptSteps
-from ...ops.linear import algorithms
-from ..graphs import prompt_graph
+from ...fuser.running import Executable, OtherShape
 from ..identify.structure import layout, structure_of
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
-from . import packed_weights
-from .packed_gemm import SameBits, packed_linear, projections, separate_linears
+from .kept_prompts import KeptPrompt
+from .packed_gemm import SameBits
+from .program_products import ProgramProducts, layers_of, running
 from .program_sites import ProgramSites
-from .prompt_values import PerForwardCache, Prompts, storage_ref
+from .prompt_values import PerForwardCache, Prompts
 from .recordable import (
     little_to_gain,
     opaque_in,
@@ -109,38 +107,6 @@ class Recorded:
 
 
 @dataclass(eq=False)
-class KeptPrompt:
-    """What one module makes of its prompt: kept from the second call with the same one on."""
-
-    steps: PromptSteps
-    prompts: Prompts
-    owner: nn.Module
-    layers: Mapping[str, nn.Module]
-    last: Any = None  # a weak reference to the memory of the prompt of the last call
-
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
-        source, weights = inputs[self.steps.source], [inputs[i] for i in self.steps.weights]
-        count = len(inputs)  # no other input must be kept alive
-
-        def make() -> list[Any]:
-            own: list[Any] = [None] * count
-            own[self.steps.source] = source
-            for place, weight in zip(self.steps.weights, weights, strict=True):
-                own[place] = weight
-            before, _running.layers = _running.layers, self.layers
-            try:
-                return self.steps.make(own)
-            finally:
-                _running.layers = before
-
-        again = self.last is not None and self.last() is prompt_graph.root(source).untyped_storage()
-        if not again and prompt_graph.active() is None:
-            self.last = storage_ref(prompt_graph.root(source))
-            return make()
-        return self.prompts.once(self.owner, source, weights, make, self.steps)
-
-
-@dataclass(eq=False)
 class Bound:
     """A recording with the places of one module's weights."""
 
@@ -158,7 +124,7 @@ class Bound:
         if not self.same_layouts(*weights) and list(map(layout, weights)) != self.layouts:
             return "weights of another layout than when they were recorded"
         inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
-        before, _running.layers = _running.layers, self.layers
+        before, running.layers = running.layers, self.layers
         try:
             if not self.opaque:
                 return self.recorded.run(inputs, self.prompts)
@@ -167,16 +133,7 @@ class Bound:
         except OtherShape:
             return "a result whose shape depends on values has another one"
         finally:
-            _running.layers = before
-
-
-class _Running(threading.local):
-    """The module whose programs run in this thread."""
-
-    layers: Mapping[str, nn.Module] = {}
-
-
-_running = _Running()
+            running.layers = before
 
 
 @dataclass(eq=False)
@@ -195,6 +152,9 @@ class Programs:
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
         default_factory=WeakKeyDictionary
     )
+
+    def __post_init__(self) -> None:
+        self._products = ProgramProducts(self.exact, self.fp8_layers, self.same_bits)
 
     def described(self) -> list[BlockLine]:
         """What became of each class of blocks, as last recorded."""
@@ -267,11 +227,10 @@ class Programs:
         places = _places(module, found.recording.weights)
         weights = [holder[name] for holder, name in places]
         layouts, check = list(map(layout, weights)), layout_check(weights)
-        layers = _layers(module, found.recording)
+        layers = layers_of(module, found.recording)
         prompts = self._prompts(module, found, layers)
-        return Bound(
-            found, places, layouts, check, opaque, layers, prompts
-        ), result if once else None
+        bound = Bound(found, places, layouts, check, opaque, layers, prompts)
+        return bound, result if once else None
 
     def _prompts(
         self, module: nn.Module, found: Recorded, layers: dict[str, nn.Module]
@@ -308,7 +267,7 @@ class Programs:
         if device is not None:
             # on a CPU, PyTorch's functions of parts of a tensor have other bits than of a whole one
             inputs = made.inputs(module, args, kwargs)
-            wanted = partial(self._wanted_together, module, made, inputs)
+            wanted = partial(self._products.join, module, made, inputs)
             join_products_of_one_input(made.graph, wanted)
         kernels = Kernels(self.exact)
         try:
@@ -320,7 +279,7 @@ class Programs:
             return why, result
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = ProgramSites(type(module).__name__, programs, launched, self.fell_back)
-        products = None if device is None else self._product
+        products = None if device is None else self._products.of
         lengths_of = None if self.exact else self._lengths_of
         executable = Executable(plan, runner, products, lengths_of, runner.launcher)
         kind = type(module).__name__
@@ -335,85 +294,6 @@ class Programs:
         return self._masks(
             view_base(mask), view, lambda: attention_by_lengths.read(mask, queries, keys)
         )
-
-    def _product(self, weights: Sequence[str]) -> Callable[..., Any]:
-        """Linear layers: in fp8 if they are, else by the fastest algorithm."""
-        if len(weights) > 1:
-            return partial(self._products, weights)
-        if self.fp8_layers is None:
-            return algorithms.linear
-        return partial(self._fp8_product, weights[0])
-
-    def _fp8_product(self, weight: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        layer = _running.layers.get(weight)
-        y = None if layer is None else self.fp8_layers(layer, x)
-        return algorithms.linear(x, w, bias) if y is None else y
-
-    def _products(
-        self, names: Sequence[str], x: Tensor, weights: list[Tensor], biases: list[Tensor]
-    ) -> Sequence[Tensor]:
-        """Layers of one input: parts of one tensor, as one product where possible."""
-        sizes = [len(w) for w in weights]
-        if self.fp8_layers is None:
-            exact = self.same_bits.id if self.exact and self.same_bits is not None else 0
-            return projections(x, weights, biases, exact).split_with_sizes(sizes, -1)
-        layers = [_running.layers[name] for name in names]
-        y = self.fp8_layers.together(layers, x)
-        if y is None:
-            own = biases or (None,) * len(weights)
-            given = zip(names, weights, own, strict=True)
-            parts = [self._fp8_product(name, x, w, b) for name, w, b in given]
-            y = torch.cat(parts, -1).split_with_sizes(sizes, -1)
-        return y
-
-    def _wanted_together(
-        self, module: nn.Module, made: Recording, inputs: Sequence[Tensor], nodes: list[fx.Node]
-    ) -> bool:
-        """Whether these linear layers of one input are faster as one product, in `exact` with the
-        bits of several."""
-        if self.same_bits is None:
-            return False
-        own = dict(zip(made.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        layers = _layers(module, made)
-        weights = [own.get(n.args[1]) for n in nodes]
-        biases = [None if n.args[2] is None else own.get(n.args[2]) for n in nodes]
-        if any(w is None for w in weights) or any(n.args[1].name not in layers for n in nodes):
-            return False
-        if self.fp8_layers is not None:
-            return all(self.fp8_layers.wanted(layers[n.args[1].name]) for n in nodes)
-        like = nodes[0].args[0].meta["val"]
-        if packed_weights.why_unlike(weights, biases) or not like.is_contiguous():
-            return False
-        return not self.exact or self._have_same_bits(like, weights, biases)
-
-    def _have_same_bits(self, like: Tensor, weights: list[Any], biases: list[Any]) -> bool:
-        """Whether one product of layers sums in the order of several, tried on random numbers."""
-        assert self.same_bits is not None
-        x = torch.randn(like.shape, dtype=like.dtype, device=like.device)
-        biases = [b for b in biases if b is not None]
-        packed = packed_weights.packed_weights(weights, biases, x)
-        if isinstance(packed, str):
-            return False
-        return self.same_bits(
-            "one",
-            x,
-            packed.sizes,
-            bool(biases),
-            lambda: packed_linear(x, packed).split_with_sizes(packed.sizes, -1),
-            lambda: tuple(separate_linears(x, weights, biases)),
-        )
-
-
-def _layers(root: nn.Module, made: Recording) -> dict[str, nn.Module]:
-    """The linear layers of a module by the names that their weights have in its graph."""
-    inputs = [n.name for n in made.graph.find_nodes(op="placeholder")]
-    found: dict[str, nn.Module] = {}
-    for node, name in zip(inputs, made.weights, strict=False):
-        path, _, last = name.rpartition(".")
-        layer = root.get_submodule(path)
-        if last == "weight" and type(layer) is nn.Linear:
-            found[node] = layer
-    return found
 
 
 def _places(root: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
