@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ..backends.torch_internals import any_autocast, one_fake_mode, pytree
 from ..ops import library
 from ..ops.linear import linear_gelu
+from ..ops.linear.plain import separate_linears
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
@@ -90,12 +91,9 @@ LINEAR = library.define(
 )
 
 
-def separate_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> list[Tensor]:
+def joined_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """Linear layers of one input: parts of one tensor."""
-    parts = [F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
-    return _parts(torch.cat(parts, -1), weights)
+    return _parts(torch.cat(separate_linears(x, weights, biases), -1), weights)
 
 
 def _parts(y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -106,7 +104,7 @@ def _parts(y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 LINEARS = library.define(
     "recorded_linears",
     "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]",
-    separate_linears,
+    joined_linears,
     lambda x, weights, biases: _parts(
         x.new_empty(*x.shape[:-1], sum(len(w) for w in weights)), weights
     ),

@@ -35,15 +35,15 @@ from .recording import (
     LINEARS,
     RMS_NORM,
     call_layer,
+    joined_linears,
     plain_attention,
     plain_rms_norm,
-    separate_linears,
 )
+from .steps_apart import Step, Values, find_early, find_prompts
 
 aten: Any = torch.ops.aten
 # writes what a program stores: (program, what it loads by name, what it stores by name)
 Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
-Values = list[Any]
 # what computes linear layers with the weights of these names: a function with the arguments and the
 # result of the op LINEAR for one name, of LINEARS for several
 Products = Callable[[Sequence[str]], Callable[..., Any]]
@@ -56,7 +56,7 @@ Launchers = Callable[[Program, Mapping[str, int]], Callable[[Values], bool] | No
 PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
     LINEAR_GELU: linear_gelu,
-    LINEARS: separate_linears,
+    LINEARS: joined_linears,
     ATTENTION: plain_attention,
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
@@ -71,19 +71,6 @@ ATTENDS = (ATTENTION, PARALLEL_ATTENTION)
 
 class OtherShape(Exception):
     """A result whose shape depends on values has another one than when it was recorded."""
-
-
-@dataclass(eq=False)
-class _Step:
-    """One op or program: a function of the list of values, and the places it reads and writes."""
-
-    run: Callable[[Values], None]
-    reads: set[int]
-    writes: set[int]
-    product: bool = False  # whether it multiplies by a weight
-    attends: bool = False
-    layer: bool = False  # whether it calls a layer, which may have a memory
-    only_early: bool = False  # left out if it would run in every block
 
 
 @dataclass(eq=False)
@@ -134,7 +121,7 @@ class Executable:
             self._new(node.name)
         for name, value in plan.constants.items():
             self._start[self._new(name)] = value
-        steps: list[_Step] = []
+        steps: list[Step] = []
         for step in plan.steps:
             if isinstance(step, Program):
                 steps.append(self._program(step))
@@ -148,8 +135,8 @@ class Executable:
         for o in output.args[0]:
             needed |= self._places(o)
         weights = len(inputs) - plan.given
-        early, self.early_inputs = self._find_early(steps, weights, len(inputs))
-        of_prompts = _find_prompts(steps, early, weights, len(inputs), needed)
+        early, self.early_inputs = find_early(steps, weights, len(inputs))
+        of_prompts = find_prompts(steps, early, weights, len(inputs), needed)
         apart = {*early, *(s for found in of_prompts.values() for s in found)}
         late = [s for s in steps if s not in apart and not s.only_early]
         later = needed.union(*(s.reads for s in late))
@@ -199,30 +186,6 @@ class Executable:
         values = self._start.copy()
         values[: len(inputs)] = inputs
         return values
-
-    @staticmethod
-    def _find_early(steps: list[_Step], first: int, last: int) -> tuple[list[_Step], list[int]]:
-        """Steps that are made of inputs alone (places from `first` to `last`), of such that reach
-        no product; and the places of those."""
-        roots: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in range(last)}
-        of_step: list[frozenset[int]] = []
-        flowing: set[int] = set(range(first))
-        for step in steps:
-            found = frozenset().union(*(roots.get(p, frozenset()) for p in step.reads))
-            of_step.append(found)
-            for place in step.writes:
-                # what leaves an attention is an activation, whatever its mask and angles were
-                roots[place] = (
-                    frozenset() if step.attends else roots.get(place, frozenset()) | found
-                )
-            if step.product:
-                flowing |= found
-        if not any(step.product for step in steps):
-            return [], []
-        pairs = list(zip(steps, of_step, strict=True))
-        early = _closed([s for s, found in pairs if found and not found & flowing], steps)
-        places = set().union(*(found for s, found in pairs if s in early))
-        return early, sorted(places)
 
     def _new(self, name: Any) -> int:
         if name not in self._place:
@@ -275,7 +238,7 @@ class Executable:
 
     # steps
 
-    def _leaf(self, node: fx.Node) -> _Step:
+    def _leaf(self, node: fx.Node) -> Step:
         function = PLAIN.get(node.target, node.target)
         if node.target in (LINEAR, LINEARS) and self._products is not None:
             weights = node.args[1] if node.target is LINEARS else [node.args[1]]
@@ -300,7 +263,7 @@ class Executable:
                 values[place] = function(*arguments(values))
 
         kind = node.target
-        step = _Step(run, reads, {place}, kind in PRODUCTS, kind in ATTENDS, kind is LAYER)
+        step = Step(run, reads, {place}, kind in PRODUCTS, kind in ATTENDS, kind is LAYER)
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
             step.run = _shaped(run, place, node.meta["val"].shape)
         return step
@@ -312,7 +275,7 @@ class Executable:
         query, mask, causal = node.args[0], node.args[3], node.args[5]
         return isinstance(mask, fx.Node) and not causal and query.meta["val"].ndim == 4
 
-    def _lengths_step(self, node: fx.Node) -> _Step:
+    def _lengths_step(self, node: fx.Node) -> Step:
         query, key, _, mask = node.args[:4]
         queries, keys = query.meta["val"].shape[2], key.meta["val"].shape[2]
         read, name, ask = self._reader(mask), _lengths_name(node), self._lengths_of
@@ -325,9 +288,9 @@ class Executable:
                 self.lengths[name] = found = ask(read(values), queries, keys)
             values[place] = found
 
-        return _Step(run, self._places(mask), {place}, only_early=True)
+        return Step(run, self._places(mask), {place}, only_early=True)
 
-    def _program(self, program: Program) -> _Step:
+    def _program(self, program: Program) -> Step:
         nodes = {n.name: n for n in self._plan.graph.nodes}
         # a copy in another layout is no node of the graph
         loads = {
@@ -352,40 +315,7 @@ class Executable:
                 given = {name: read(values) for name, read in loads.items()}
                 runs(program, given, {name: values[place] for name, place in places.items()})
 
-        return _Step(run, reads, set(places.values()))
-
-
-def _find_prompts(
-    steps: list[_Step], early: list[_Step], weights: int, inputs: int, outputs: set[int]
-) -> dict[int, list[_Step]]:
-    """For each input that reaches the `outputs` through attention alone, the steps that are made of
-    it and of weights, if a product is one of them. Weights are the first places, then inputs."""
-    made_of: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in range(weights, inputs)}
-    direct = dict(made_of)  # the inputs that reach a place by another way than attention
-    found: dict[int, list[_Step]] = {}
-    for step in steps:
-        roots = frozenset().union(*(made_of.get(p, frozenset()) for p in step.reads))
-        ways = frozenset().union(*(direct.get(p, frozenset()) for p in step.reads))
-        for place in step.writes:
-            made_of[place] = made_of.get(place, frozenset()) | roots
-            direct[place] = direct.get(place, frozenset()) | (frozenset() if step.attends else ways)
-        if len(roots) == 1 and step not in early and not step.layer and not step.attends:
-            (root,) = roots
-            found.setdefault(root, []).append(step)
-    escaped = frozenset().union(*(direct.get(p, frozenset()) for p in outputs))
-    closed = {p: _closed(own, steps) for p, own in found.items() if p not in escaped}
-    return {p: own for p, own in closed.items() if any(s.product for s in own)}
-
-
-def _closed(chosen: list[_Step], steps: list[_Step]) -> list[_Step]:
-    """Those of the chosen steps that neither read nor write what other steps write: a value that is
-    kept must not be written to."""
-    while True:
-        others = set().union(*(s.writes for s in steps if s not in chosen))
-        rest = [s for s in chosen if not (s.writes | s.reads) & others]
-        if len(rest) == len(chosen):
-            return rest
-        chosen = rest
+        return Step(run, reads, set(places.values()))
 
 
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:
@@ -440,7 +370,7 @@ def _allocation(store: Store) -> Callable[..., Tensor]:
 Steps = list[tuple[Callable[[Values], None], tuple[int, ...]]]
 
 
-def _letting_go(steps: list[_Step], kept: set[int]) -> Steps:
+def _letting_go(steps: list[Step], kept: set[int]) -> Steps:
     """Steps, each with the values that it uses last."""
     kept, found = set(kept), []
     for step in reversed(steps):

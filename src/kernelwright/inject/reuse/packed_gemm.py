@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...backends.torch_internals import gemm_switches, mark_constant
 from ...ops import library
 from ...ops.linear import algorithms
+from ...ops.linear.plain import separate_linears
 from ..runtime.sites import equal, informative
 from . import packed_weights
 from .packed_weights import Packed
@@ -31,15 +31,6 @@ Linears = Callable[[], Tensor]
 def packed_linear(x: Tensor, packed: Packed) -> Tensor:
     """x @ [w_0, w_1, ...].T + biases, with the bits of F.linear."""
     return algorithms.linear(x, packed.weight, packed.bias)
-
-
-def separate_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> list[Tensor]:
-    """One GEMM for each layer."""
-    if not biases:
-        return [F.linear(x, w) for w in weights]
-    return [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 class SameBits:

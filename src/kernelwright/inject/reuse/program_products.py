@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from ...fuser.recording import Recording
 from ...ops.linear import algorithms
+from ...ops.linear.plain import separate_linears
 from . import packed_weights
-from .packed_gemm import SameBits, packed_linear, projections, separate_linears
+from .packed_gemm import SameBits, packed_linear, projections
 
 
 class _Running(threading.local):

@@ -1,6 +1,8 @@
-"""PyTorch's own GEMMs: F.linear, and the one with GELU in its epilogue."""
+"""PyTorch's own GEMMs: F.linear, of one layer or several, and the one with GELU in its epilogue."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,3 +29,12 @@ def plain_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gelu
     if gelu:
         return addmm_activation(bias, rows, weight.t(), use_gelu=True, out=to)
     return torch.addmm(bias, rows, weight.t(), out=to)
+
+
+def separate_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> list[Tensor]:
+    """One GEMM for each layer."""
+    if not biases:
+        return [F.linear(x, w) for w in weights]
+    return [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
