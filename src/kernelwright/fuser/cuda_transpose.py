@@ -7,6 +7,7 @@ between them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from string import Template
 
 from ..backends import Unsupported
@@ -88,16 +89,15 @@ def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel | None:
         **{"word": WORDS[size], "rank": rank, "entry": ENTRY, "tile": TILE, "last": last},
         **{"before": before, "digits": "\n".join(digits), "from": moved[0], "to": moved[1]},
     )
+    steps = [[*(s[n] for n in batch), s[i] * TILE, s[j] * TILE] for s in (source, target)]
+    tiles = [*(extents[n] for n in batch), -(-extents[i] // TILE), -(-extents[j] // TILE)]
     return Kernel(
         code,
         block=256,
-        rows_per_block=1,
-        pointers=[
-            (load.source, read.constant),
-            (store.target, written.constant),
-        ],
-        extents=[*(extents[n] for n in batch), -(-extents[i] // TILE), -(-extents[j] // TILE)],
-        strides=[[*(s[n] for n in batch), s[i] * TILE, s[j] * TILE] for s in (source, target)],
+        row_threads=256,
+        pointers=[(load.source, read.constant), (store.target, written.constant)],
+        extents=tiles,
+        numbers=[*steps[0], *steps[1], *tiles, prod(tiles), extents[i], extents[j]],
+        layout=f"{2 * rank}q{rank + 3}I",
         alignment=1,
-        extra=[extents[i], extents[j]],
     )

@@ -19,7 +19,7 @@ from .cuda_source import ENTRY, Kernel
 from .program import Program
 from .row_layout import ACCESS
 
-MAX_ROWS = 2**32 - 1
+MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,15 @@ def launch_of(kernel: Kernel) -> ProgramLaunch:
     rows = prod(kernel.extents)
     if rows > MAX_ROWS:
         raise Unsupported(f"{rows} rows")
-    padded = [s or [0] for s in kernel.strides]
-    extents = kernel.extents or [1]
     return ProgramLaunch(
         source="fuser",
         template=ENTRY,
         arguments="Args",
-        grid=-(-rows // kernel.rows_per_block),
+        grid=-(-rows * kernel.row_threads // kernel.block),
         block=kernel.block,
         pointers=tuple(f"{name} {i}" for i, (name, _) in enumerate(kernel.pointers)),
-        layout=f"{sum(map(len, padded))}q{len(extents) + 1 + len(kernel.extra)}I",
-        scalars=(*(s for stride in padded for s in stride), *extents, rows, *kernel.extra),
+        layout=kernel.layout,
+        scalars=tuple(kernel.numbers),
         text=kernel.code,
     )
 
