@@ -116,6 +116,11 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.maximum: _binary("fmaxf"),
     aten.minimum: _binary("fminf"),
 }
+# with the same bits where the operand has 16
+STEPS_OF_16_BITS: dict[Any, Callable[..., str]] = {
+    aten.sigmoid: lambda a: f"logistic_of_16_bits(1.f, {a})",
+    aten.silu: lambda a: f"logistic_of_16_bits({a}, {a})",
+}
 # the few that positions are rotated with
 STEPS_OF_DOUBLES: dict[Any, Callable[..., str]] = {
     aten.add: _binary("__dadd_rn"),
@@ -182,7 +187,7 @@ def _is_of_its_dtype(e: Step, dtypes: set[torch.dtype]) -> bool:
     )
 
 
-def step_maker(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]], str]:
+def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
     """What makes one lane of a step, not rounded yet."""
     packet = getattr(e.op, "overloadpacket", e.op)
     kwargs = dict(e.kwargs)
@@ -210,7 +215,8 @@ def step_maker(e: Step, types: list[torch.dtype | None]) -> Callable[[list[str]]
     if packet is aten.gelu:
         name = GELU[kwargs.get("approximate", "none")]
         return lambda a: f"{name}({a[0]})"
-    make = STEPS.get(packet)
+    make = STEPS_OF_16_BITS.get(packet) if types[0] in HALVES and exact else None
+    make = make or STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")
     if packet in COMPARISONS and types[-1] is None and types[0] is not None:

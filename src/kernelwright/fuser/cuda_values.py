@@ -176,7 +176,7 @@ class Values:
                 self.floats(a) if isinstance(a, Lowered) else [number(a)] * self.V for a in e.args
             ]
             types = [a.dtype if isinstance(a, Lowered) else None for a in e.args]
-            make = step_maker(e, types)
+            make = step_maker(e, types, self.exact)
             lines = [make([a[i] for a in args]) for i in range(self.V)]
         kind = computed_type(e.dtype)
         if not self.depends(e):
