@@ -18,12 +18,14 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
+from ..ops.gelu.cuda import AHEAD, RESIDENT, TABLE_BLOCK, TABLE_ELEMENTS
 from ..ops.row.order import PLAIN_THREADS, mean_order
-from .cuda_steps import float_literal, type_name
+from .cuda_kernel import ENTRY, Kernel, Tensor, divisor
+from .cuda_steps import float_literal, form_of_table, type_name
 from .cuda_values import Values, Vector
 from .expression import Choice, Load
 from .index import Space
-from .lowering import COMPLEX, Lowered, Shape, Statistics, lowered, operands
+from .lowering import Lowered, Shape, Statistics, inside, lowered, operands, statistics_of
 from .program import Program, Store
 from .row_layout import Access, RowLayout, widest_vector
 from .row_orders import order_of, scratch_name, threads_of
@@ -31,42 +33,10 @@ from .row_orders import order_of, scratch_name, threads_of
 aten: Any = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """Where a tensor lies that a program loads or stores."""
-
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def as_real(self) -> Tensor:
-        """A complex tensor as one of pairs, any other one as it is."""
-        if self.dtype not in COMPLEX:
-            return self
-        return Tensor((*(2 * s for s in self.strides), 1), COMPLEX[self.dtype])
-
-
-@dataclass
-class Kernel:
-    """A kernel's source, and what it has to be given."""
-
-    code: str
-    block: int
-    row_threads: int  # that share a row
-    # (name, elements to add to its address), in the order of the kernel's arguments
-    pointers: list[tuple[str, int]]
-    # extents of the variables that count rows, outermost first
-    extents: list[int]
-    # what follows the pointers, and its types in the letters of the struct module
-    numbers: list[int]
-    layout: str
-    alignment: int  # of every address, in elements of its dtype
-
-
 # registers of a thread that may hold what is loaded before the first sum; not yet measured
 EARLY = 64
 # rows of a head that a thread takes together: they share tables and weights; not yet measured
 TOGETHER = (4, 2)
-ENTRY = "kernelwright_program"
 
 
 def kernel(program: Program, tensors: Mapping[str, Tensor], exact: bool = True) -> Kernel:
@@ -89,7 +59,7 @@ class _Emitter:
         self.rows = prod(self.extents[n] for n in self.shape.rows)
         values = [lowered(s.value, space) for s in self.program.stores]
         self.stores = list(zip(self.program.stores, values, strict=True))
-        self.statistics = _statistics(values)
+        self.statistics = statistics_of(values)
         order = threads_of(self.statistics, self.width, self.rows)
         self.orders = {
             s: order_of(s, self.width, self.rows).norm.replace("MeanRms", "MeanSum")
@@ -100,10 +70,13 @@ class _Emitter:
         # without sums a thread has one vector
         self.threads = order.threads if order else self.width // self.V
         self.block = max(128, self.threads) if order else PLAIN_THREADS
+        self.tables = self._tables()
+        if self.tables:
+            self.block = TABLE_BLOCK
         self.apart = self.threads * self.V if order else 0
         self.per_thread = -(-self.width // self.apart) if order else 1
         self.layout = RowLayout(self.shape, self.extents, self.V, self.apart)
-        for e in _inside(values):  # loads before stores
+        for e in inside(values):  # loads before stores
             if isinstance(e, Load):
                 self.layout.address(e.source, self.tensors[e.source].strides, e.index, e.dtype)
         # a variable of which a thread takes several rows
@@ -113,14 +86,16 @@ class _Emitter:
         # the first time tells what is loaded, and so what there is room for
         vectors = self._written(frozenset())[0].vectors
         self.by, self.together = self._several([v.access for v, _ in vectors.values()])
-        _, body = self._written(self._late(vectors))
+        v, body = self._written(self._late(vectors))
         pointers = sorted(self.layout.accesses.values(), key=lambda a: a.number)
         strides = [s * access.dtype.itemsize for access in pointers for s in access.strides or [0]]
         wide = any(not 0 <= s < 2**32 for s in strides)
         extents = [self.extents[n] // self._taken(n) for n in self.shape.rows]
         divisors = [number for e in extents or [1] for number in divisor(e)]
+        row = self._row(pointers, extents)
+        body = self._looked_up(v, row, body) if self.tables else [*row, *body]
         return Kernel(
-            "\n".join([*self._head(pointers, extents, wide), *body, "}", ""]),
+            "\n".join([*self._head(len(pointers), max(len(extents), 1), wide), *body, "}", ""]),
             self.block,
             self.threads,
             [(a.name, a.constant) for a in pointers],
@@ -128,7 +103,16 @@ class _Emitter:
             [*strides, *divisors, prod(extents)],
             f"{len(strides)}{'q' if wide else 'I'}{len(divisors) + 1}I",
             self.V,
+            *((RESIDENT, AHEAD) if self.tables else ()),
         )
+
+    def _tables(self) -> dict[str, str]:
+        """Functions of bfloat16 that are looked up in a table, which a block computes once."""
+        total = self.rows * self.width
+        if self.statistics or not self.exact or not TABLE_ELEMENTS <= total < self.V << 30:
+            return {}
+        found = (form_of_table(e) for e in inside([v for _, v in self.stores]))
+        return {form: f"table{i}" for i, form in enumerate(dict.fromkeys(filter(None, found)))}
 
     def _taken(self, name: str) -> int:
         return self.together if name == self.by else 1
@@ -141,7 +125,7 @@ class _Emitter:
         if not self.statistics or self.per_thread > 1 or self.threads > 16:
             return "", 1
         best, most = "", 0
-        chosen = {e.name for e in _inside([v for _, v in self.stores]) if isinstance(e, Choice)}
+        chosen = {e.name for e in inside([v for _, v in self.stores]) if isinstance(e, Choice)}
         for i, name in enumerate(self.shape.rows):
             same = sum(any(a.strides) and not a.strides[i] for a in loaded)
             divides = any(self.extents[name] % n == 0 for n in TOGETHER)
@@ -169,7 +153,8 @@ class _Emitter:
             {name: t.strides for name, t in self.tensors.items()},
             late,
             vector_index="[k]" if self.statistics else "",
-            row_index=(lambda a: "[r]" if self._differs(a) else ""),
+            row_index=(lambda a: "[r]" if self._differs(a) or self.tables else ""),
+            tables=self.tables,
         )
         v.held = self._held(v)
         body: list[str] = []
@@ -182,7 +167,9 @@ class _Emitter:
                 body += ["  __syncthreads();"] if measured and self.threads > 32 else []
                 body += self._measured(v, s)
                 measured = True
-        early = [vector for n, (vector, _) in v.vectors.items() if n not in late]
+        if self.tables:
+            return v, body
+        early = self._early(v)
         declared = [self._declared(x) for x in early]
         shared = [x for x in early if not self._differs(x.access)]
         loads = [*declared, *self._loads(v, shared)]
@@ -199,8 +186,36 @@ class _Emitter:
         first = [*each_row, *self._loads(v, apart), "  }"]
         return v, [*loads, *first, *each_row, *body, "  }"]
 
+    def _early(self, v: Values) -> list[Vector]:
+        return [vector for n, (vector, _) in v.vectors.items() if n not in v.late]
+
+    def _looked_up(self, v: Values, row: list[str], body: list[str]) -> list[str]:
+        """The body of a kernel with tables: its blocks stay and loop over all vectors, and a thread
+        loads several of them at once."""
+        early = self._early(v)
+        each = [
+            "#pragma unroll",
+            f"  for (int r = 0; r < {AHEAD}; r++)",
+            "  if (const unsigned number = start + r * apart; number < vectors) {",
+            *row,
+        ]
+        return [
+            *(f"  __shared__ Halves<{form}> {name};" for form, name in self.tables.items()),
+            *(f"  {name}.fill(threadIdx.x, {self.block});" for name in self.tables.values()),
+            "  __syncthreads();",
+            f"  const unsigned vectors = a.count * {self.threads};",
+            f"  const unsigned apart = gridDim.x * {self.block};",
+            f"  unsigned start = blockIdx.x * {self.block} + threadIdx.x;",
+            f"  for (; start < vectors; start += {AHEAD} * apart) {{",
+            *map(self._declared, early),
+            *[*each, *self._loads(v, early), "  }"],
+            *[*each, *body, "  }"],
+            "  }",
+        ]
+
     def _declared(self, x: Vector) -> str:
         rows = f"[{self.together}]" if self._differs(x.access) else ""
+        rows = f"[{AHEAD}]" if self.tables else rows
         vectors = "[S::K]" if self.statistics else ""
         return f"  Vec<{type_name(x.dtype)}, {self.V}> v{x.access.number}{rows}{vectors};"
 
@@ -223,25 +238,23 @@ class _Emitter:
         ]
 
     def _held(self, v: Values) -> dict[Any, None]:
-        """Values along the row that a later level reads again: they stay in registers."""
-        summed = (s.x for s in self.statistics if v.depends(s.x) and not _is_vector(v, s.x))
-        held = dict.fromkeys(summed)
+        """Values along the row that sums are made of and a later level reads again: they stay in
+        registers. What no sum is made of is computed where it is used."""
+        summed = [s.x for s in self.statistics]
+        held = {e: None for e in summed if v.depends(e) and not _is_vector(v, e)}
+        parts = set(inside(summed))
 
         def look(e: Any, level: int) -> None:
-            if isinstance(e, Statistics):
+            if isinstance(e, Statistics | Load):
                 return
-            again = any(v.level(s) == v.level(e) + 1 for s in self.statistics)
-            computed = again and not isinstance(e, Load)
-            if computed and v.level(e) < level and v.depends(e):
+            if e in parts and v.level(e) < level and v.depends(e):
                 held[e] = None
                 return
             for i in operands(e):
                 look(i, level)
 
-        for _, value in self.stores:
-            look(value, v.level(value))
-        for s in self.statistics:
-            look(s.x, v.level(s.x))
+        for e in (*(value for _, value in self.stores), *summed):
+            look(e, v.level(e))
         if any(e.dtype == torch.float64 for e in held):
             raise Unsupported("sums of float64")
         return {e: None for e in held if not isinstance(e, Statistics)}
@@ -312,9 +325,8 @@ class _Emitter:
 
     # the head
 
-    def _head(self, pointers: list[Access], extents: list[int], wide: bool) -> list[str]:
-        count, variables = len(pointers), max(len(extents), 1)
-        lines = [
+    def _head(self, count: int, variables: int, wide: bool) -> list[str]:
+        return [
             '#include "ops/row/norms.cuh"',
             '#include "ops/gelu/cuda.cuh"',
             "using namespace kernelwright;",
@@ -323,8 +335,11 @@ class _Emitter:
             f"strides[{count}][{variables}]; Divisor extents[{variables}]; unsigned count; }};",
             f'extern "C" __global__ void __launch_bounds__({self.block})',
             f"{ENTRY}(const __grid_constant__ Args a) {{",
-            *(self._row_of_many() if self.statistics else self._row_of_one()),
         ]
+
+    def _row(self, pointers: list[Access], extents: list[int]) -> list[str]:
+        """Where the row of a thread lies."""
+        lines = self._row_of_many() if self.statistics else self._row_of_one()
         for i in reversed(range(len(extents))):
             name = self.shape.rows[i]
             times = f" * {self.together}" if name == self.by else ""
@@ -380,44 +395,14 @@ class _Emitter:
         """Which vector of which row a thread has."""
         many = self.rows * self.threads >= 2**31
         kind = "unsigned long long" if many else "unsigned"
+        number = [f"  const {kind} number = ({kind})blockIdx.x * {self.block} + threadIdx.x;"]
         return [
-            f"  const {kind} number = ({kind})blockIdx.x * {self.block} + threadIdx.x;",
+            *([] if self.tables else number),
             f"  unsigned row = unsigned(number / {self.threads});",
-            "  if (row >= a.count) return;",
+            *([] if self.tables else ["  if (row >= a.count) return;"]),
             f"  const unsigned first = unsigned(number % {self.threads}) * {self.V};",
         ]
 
 
 def _is_vector(v: Values, e: Any) -> bool:
     return isinstance(e, Load) and v.vector(e) is not None
-
-
-def _statistics(values: list[Lowered]) -> list[Statistics]:
-    """The sums along the row that values are made of, operands first."""
-    return [e for e in _inside(values) if isinstance(e, Statistics)]
-
-
-def _inside(values: list[Lowered]) -> list[Any]:
-    found: dict[Any, None] = {}
-
-    def look(e: Any) -> None:
-        if e not in found:
-            for i in operands(e):
-                look(i)
-            found[e] = None
-
-    for value in values:
-        look(value)
-    return list(found)
-
-
-def divisor(size: int) -> tuple[int, int, int]:
-    """`Divisor` of common.cuh: n // size is the upper word of n * factor, shifted, for n < 2^31.
-
-    With 2^shift < size <= 2^(shift + 1) the factor exceeds 2^(32 + shift) / size by less than one,
-    so the quotient by less than n / 2^(32 + shift) < 1 / size.
-    """
-    if size == 1:
-        return 1, 0, 0  # nothing is divided by it
-    shift = (size - 1).bit_length() - 1
-    return size, -(-(1 << (32 + shift)) // size), shift

@@ -139,7 +139,7 @@ TRUTH = frozenset(
         *("bitwise_and", "bitwise_or", "bitwise_not", "_to_copy", "clone", "where"),
     )
 )
-GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
+GELU = {"none": "GeluErf<false>", "tanh": "GeluTanh<false>"}
 
 
 # a step of these on 16-bit numbers has one of them as its result: there is nothing to round
@@ -187,6 +187,17 @@ def _is_of_its_dtype(e: Step, dtypes: set[torch.dtype]) -> bool:
     )
 
 
+def _gelu(e: Step) -> str:
+    return GELU[dict(e.kwargs).get("approximate", "none")]
+
+
+def form_of_table(e: Any) -> str | None:
+    """What the table of a step is made with, if there is one: `Halves` of gelu/cuda.cuh."""
+    if not isinstance(e, Step) or e.op is not aten.gelu.default or e.dtype != torch.bfloat16:
+        return None
+    return _gelu(e) if e.args[0].dtype == torch.bfloat16 else None
+
+
 def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
     """What makes one lane of a step, not rounded yet."""
     packet = getattr(e.op, "overloadpacket", e.op)
@@ -213,8 +224,7 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if kwargs.pop("rounding_mode", None) is not None:
         raise Unsupported(f"{e.op} with a rounding of its own")
     if packet is aten.gelu:
-        name = GELU[kwargs.get("approximate", "none")]
-        return lambda a: f"{name}({a[0]})"
+        return lambda a: f"{_gelu(e)}::of({a[0]})"
     make = STEPS_OF_16_BITS.get(packet) if types[0] in HALVES and exact else None
     make = make or STEPS.get(packet)
     if make is None:

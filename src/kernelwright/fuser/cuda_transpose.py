@@ -11,7 +11,7 @@ from math import prod
 from string import Template
 
 from ..backends import Unsupported
-from .cuda_source import ENTRY, Kernel, Tensor
+from .cuda_kernel import ENTRY, Kernel, Tensor
 from .expression import Load
 from .index import position
 from .program import Program

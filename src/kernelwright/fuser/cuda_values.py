@@ -7,7 +7,7 @@ it, which rounds both at once, and is rounded by itself where floats do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -19,6 +19,7 @@ from ..backends.cuda import TYPES
 from .cuda_steps import (
     HALVES,
     computed_type,
+    form_of_table,
     is_exact,
     normed,
     number,
@@ -55,6 +56,8 @@ class Values:
     # how the vectors of a thread are told apart, and those of its rows for accesses that differ
     vector_index: str = "[k]"
     row_index: Callable[[Access], str] = lambda _: ""
+    # names of tables by what they are made with
+    tables: Mapping[str, str] = field(default_factory=dict)
     # values along the row that stay in registers
     held: dict[Any, None] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
@@ -176,8 +179,11 @@ class Values:
                 self.floats(a) if isinstance(a, Lowered) else [number(a)] * self.V for a in e.args
             ]
             types = [a.dtype if isinstance(a, Lowered) else None for a in e.args]
-            make = step_maker(e, types, self.exact)
-            lines = [make([a[i] for a in args]) for i in range(self.V)]
+            if table := self.tables.get(form_of_table(e) or ""):
+                lines = [f"{table}.of({x})" for x in args[0]]
+            else:
+                make = step_maker(e, types, self.exact)
+                lines = [make([a[i] for a in args]) for i in range(self.V)]
         kind = computed_type(e.dtype)
         if not self.depends(e):
             return [self._named(self.scalars, lines[0], kind)] * self.V

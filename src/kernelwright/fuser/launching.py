@@ -15,7 +15,7 @@ from .. import backends
 from ..backends import Target, Unsupported
 from ..backends.cuda import CudaLaunch, compile_cubin
 from . import cuda_source, cuda_transpose
-from .cuda_source import ENTRY, Kernel
+from .cuda_kernel import ENTRY, Kernel
 from .program import Program
 from .row_layout import ACCESS
 
@@ -44,7 +44,7 @@ def kernel_of(
     return cuda_transpose.kernel(program, layout) or cuda_source.kernel(program, layout, exact)
 
 
-def launch_of(kernel: Kernel) -> ProgramLaunch:
+def launch_of(kernel: Kernel, multiprocessors: int = 1) -> ProgramLaunch:
     rows = prod(kernel.extents)
     if rows > MAX_ROWS:
         raise Unsupported(f"{rows} rows")
@@ -52,7 +52,7 @@ def launch_of(kernel: Kernel) -> ProgramLaunch:
         source="fuser",
         template=ENTRY,
         arguments="Args",
-        grid=-(-rows * kernel.row_threads // kernel.block),
+        grid=kernel.grid(multiprocessors),
         block=kernel.block,
         pointers=tuple(f"{name} {i}" for i, (name, _) in enumerate(kernel.pointers)),
         layout=kernel.layout,
@@ -109,7 +109,7 @@ class Launched:
     """One program on one GPU, for tensors of one layout."""
 
     def __init__(self, kernel: Kernel, sizes: Mapping[str, int], device: torch.device) -> None:
-        launch = launch_of(kernel)
+        launch = launch_of(kernel, Target.of(device).multiprocessors)
         # (name, bytes to add to its address, what the sum has to be a multiple of)
         self.places = [
             (name, offset * sizes[name], min(ACCESS, kernel.alignment * sizes[name]))

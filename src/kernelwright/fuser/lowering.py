@@ -7,7 +7,7 @@ it does to each element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -57,6 +57,26 @@ def operands(e: Any) -> list[Any]:
     if isinstance(e, Step):
         return [a for a in e.args if isinstance(a, Lowered)]
     return list(e.pieces) if isinstance(e, Choice) else []
+
+
+def inside(values: Iterable[Lowered]) -> list[Any]:
+    """Everything that values are made of, each once, operands first."""
+    found: dict[Any, None] = {}
+
+    def look(e: Any) -> None:
+        if e not in found:
+            for i in operands(e):
+                look(i)
+            found[e] = None
+
+    for value in values:
+        look(value)
+    return list(found)
+
+
+def statistics_of(values: Iterable[Lowered]) -> list[Statistics]:
+    """The sums along the row that values are made of, operands first."""
+    return [e for e in inside(values) if isinstance(e, Statistics)]
 
 
 # the parts of a complex product, of the four parts of its factors
