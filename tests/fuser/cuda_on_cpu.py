@@ -60,6 +60,7 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   for (int i = 0; i < 4; i++) found |= unsigned(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
   return found;
 }
+static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct half { unsigned short bits; };  // not computed with
