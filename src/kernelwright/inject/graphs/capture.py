@@ -13,14 +13,8 @@ from torch import Tensor
 
 from ...backends.torch_internals import pytree
 from ..runtime.random_draws import states_of
-from ..state.tensor_samples import (
-    PendingCheck,
-    compare,
-    compare_pairs,
-    pending,
-    sample_views,
-    unchanged,
-)
+from ..state.sample_comparison import SampleComparison
+from ..state.tensor_samples import PendingCheck, compare_pairs, pending, sample_views, unchanged
 from .buffers import InputBuffer, Refusal, Results
 from .host_reads import HostReads
 from .mask_decisions import Decisions
@@ -139,13 +133,12 @@ class Captured:
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
         sources = list({id(t): t for t in self._dependencies}.values())
-        self._sampled = [view.clone() for view in sample_views(sources)]
-        # also a graph: launching comparisons of a hundred weights takes the host milliseconds
+        # also a graph: it may have samples of several element sizes, a launch each
         self._compare: Callable[[], None] | None = None
         if sources:
-            self._compare, self._compared = recorder.record(
-                lambda: compare(sample_views(sources), self._sampled), device
-            )
+            views = sample_views(sources)
+            self._samples = SampleComparison(views, [view.clone() for view in views])
+            self._compare, self._compared = recorder.record(self._samples, device)
         if reads is not None:
             self._dependencies += [t for t in reads.sources if not t.is_inference()]
         self._results = Results(result, memory, weights)
