@@ -202,6 +202,12 @@ def test_lead_takes_the_best_gain_whose_bits_are_equal(written):
     assert sentences == [best, "Faster than torch.compile in 1 of 1."]
 
 
+def test_torch_compile_counts_at_its_best(written):
+    rows = [*MODELS, model_row("compile+graphs", 1.0)]
+    sentences = lead(devices(read([written("models", *rows)])))
+    assert sentences[-1] == "Faster than torch.compile in 0 of 1."
+
+
 def test_lead_hides_neither_slow_nor_failed_runs(written):
     failed = {k: v for k, v in model_row("fused").items() if k not in ("ms", "equal")}
     rows = [*MODELS, model_row("exact+graphs", 125.0), failed | {"failed": "error 1"}]

@@ -61,7 +61,7 @@ def _model_sentences(gains: Sequence[tuple[Device, Model]]) -> Iterator[str]:
         middle = statistics.median(m.gain for _, m in gains)
         models = f"{len(gains)} models, each at its fastest with the same bits"
         yield f"Median of {models}: {middle:.2f}×."
-    pairs = [(m.best_exact, m.row("compile")) for _, m in gains]
+    pairs = [(m.best_exact, m.best_compiled) for _, m in gains]
     known = [(a.ms, b.ms) for a, b in pairs if a and b and a.ms and b.ms]
     if known:
         yield f"Faster than torch.compile in {sum(a < b for a, b in known)} of {len(known)}."
