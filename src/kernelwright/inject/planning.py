@@ -13,6 +13,7 @@ from weakref import ref
 from torch import nn
 
 from ..fuser.block_calls import blocks
+from ..library_internals import keep_from_compiling
 from .fp8.layers import DOES, Fp8Layers, check_device, unfit
 from .fusions import Fusions
 from .identify import norm_kinds
@@ -65,11 +66,14 @@ class Injection:
     root: ref[nn.Module]
     checker: Checker
     forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
+    graphed: ref[nn.Module] | None = None
 
     def install(self) -> None:
         for module, forward in self.forwards:
             if (found := module()) is not None:
                 forwards.install(found, forward)
+        if self.graphed is not None and (model := self.graphed()) is not None:
+            keep_from_compiling(model)
 
     def add(self, module: nn.Module, forward: Forward) -> None:
         self.forwards.append((ref(module), forward))
@@ -219,6 +223,8 @@ class _Plan:
             chain = _chain(module) if changed else None
             graphed = graphs if module is replayed else None
             root = module is self.part.model and changed
+            if graphed:
+                self.injection.graphed = ref(module)
             if (chain or graphed or root) and forwards.why_not(module) is None:
                 inner = self.injection.forward_of(module)
                 self.injection.add(
