@@ -36,7 +36,9 @@ def key_of(cache: Any) -> tuple[Any, ...] | None:
     layers = static_cache_layers(cache)
     if layers is None:
         kind = type(cache).__name__
-        raise Refusal(f'a cache of type {kind}; cache_implementation="static" can be a graph')
+        raise Refusal(
+            f'a {kind}; a cache of fixed size (cache_implementation="static") is replayed'
+        )
     if not all(layer.is_initialized for layer in layers):
         raise Refusal("an empty cache: a prompt runs without a graph")
     return type(cache), *map(_layer_key, layers)
