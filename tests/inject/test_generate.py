@@ -157,11 +157,21 @@ def test_a_sliding_window_has_a_graph_before_it_is_full_and_one_after():
         assert report.graphs[0].captured == 2
 
 
-def test_generate_does_not_compile_the_model_while_graphs_replay_it():
+def test_generate_does_not_compile_the_model_while_graphs_replay_it(monkeypatch):
     model = built("llama-3-8b")
-    own = type(model)._valid_auto_compile_criteria
+    compiled = []
+    monkeypatch.setattr(
+        type(model), "get_compiled_call", lambda self, config: compiled.append(1) or self.__call__
+    )
+    everywhere = transformers.CompileConfig()
+    everywhere._compile_all_devices = True  # usually on GPUs alone
+    how = {"cache_implementation": "static", "compile_config": everywhere}
+    generated(model, prompt(model), **how)
+    assert len(compiled) == 1
     with kw.injected(model, graphs=True):
-        assert model._valid_auto_compile_criteria({}, model.generation_config) is False
-    assert "_valid_auto_compile_criteria" not in vars(model)
+        generated(model, prompt(model), **how)
+    assert len(compiled) == 1
     with kw.injected(model):
-        assert model._valid_auto_compile_criteria.__func__ is own
+        generated(model, prompt(model), **how)
+    assert len(compiled) == 2
+    assert "_valid_auto_compile_criteria" not in vars(model)

@@ -66,13 +66,13 @@ class Injection:
     root: ref[nn.Module]
     checker: Checker
     forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
-    graphed: ref[nn.Module] | None = None
+    has_graphs: bool = False
 
     def install(self) -> None:
         for module, forward in self.forwards:
             if (found := module()) is not None:
                 forwards.install(found, forward)
-        if self.graphed is not None and (model := self.graphed()) is not None:
+        if self.has_graphs and (model := self.root()) is not None:
             keep_from_compiling(model)
 
     def add(self, module: nn.Module, forward: Forward) -> None:
@@ -212,6 +212,7 @@ class _Plan:
 
         graphs = Graphs(name=part.name)
         self.report.graphs.append(graphs)
+        self.injection.has_graphs = True
         return graphs
 
     def _replace_models(self, graphs: Graphs | None) -> None:
@@ -223,8 +224,6 @@ class _Plan:
             chain = _chain(module) if changed else None
             graphed = graphs if module is replayed else None
             root = module is self.part.model and changed
-            if graphed:
-                self.injection.graphed = ref(module)
             if (chain or graphed or root) and forwards.why_not(module) is None:
                 inner = self.injection.forward_of(module)
                 self.injection.add(
