@@ -202,6 +202,13 @@ def test_lead_takes_the_best_gain_whose_bits_are_equal(written):
     assert sentences == [best, "Faster than torch.compile in 1 of 1."]
 
 
+def test_lead_begins_with_the_median_of_the_models(written):
+    small = [model_row("eager", 10.0, model="dit-xl"), model_row("exact", 1.0, model="dit-xl")]
+    first, second, *_ = lead(devices(read([written("models", *MODELS, *small)])))
+    assert first.startswith("Median of 2 models")
+    assert second.startswith("ltx-video")
+
+
 def test_torch_compile_counts_at_its_best(written):
     rows = [*MODELS, model_row("compile+graphs", 1.0)]
     sentences = lead(devices(read([written("models", *rows)])))
