@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -57,7 +57,7 @@ class Variant:
         return not self.refused and not self.calls & (self.calls - 1)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Handed:
     """What a block has done for the next one."""
 
@@ -91,7 +91,8 @@ class Next:
         return found
 
 
-class Ahead(NamedTuple):
+@dataclass(eq=False)
+class Ahead:
     """The block that a call works for, and the weights that it reads for that."""
 
     module: nn.Module

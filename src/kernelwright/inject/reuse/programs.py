@@ -92,10 +92,12 @@ class Programs:
         known = self._bound.get(module)
         if known is None:
             known = self._bound.setdefault(module, {})
-        key = mode.cache_scope, signature(args, kwargs)
+        key = mode.cache_scope
+        if mode.owner != id(module):  # the scope is that of a module around it
+            key = key, (signature(args, kwargs),)
         found = known.get(key)
         if found is None:
-            found, result = self._bind(module, key[1], args, kwargs)
+            found, result = self._bind(module, key[1][0], args, kwargs)
             if len(known) >= MAX_RECORDINGS:
                 known.clear()
             known[key] = found

@@ -12,9 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -26,7 +27,8 @@ from .forwards import hooked
 EMPTY: dict[int, nn.Module] = {}
 
 
-class _Offer(NamedTuple):
+@dataclass(eq=False)
+class _Offer:
     module: nn.Module
     given: Sequence[Tensor]
     versions: list[int]
@@ -84,7 +86,7 @@ def following(module: nn.Module) -> nn.Module | None:
 
 def is_allowed(module: nn.Module, after: nn.Module) -> bool:
     """Whether one block of the running model may work ahead for another."""
-    if torch.compiler.is_compiling() or _run.following is None or torch.is_grad_enabled():
+    if _run.following is None or torch.is_grad_enabled():
         return False
     if hooked(module) or hooked(after) or (_refused and after in _refused):
         return False
