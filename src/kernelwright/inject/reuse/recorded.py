@@ -67,15 +67,17 @@ class Recorded:
     _rests: dict[Head, Recorded | None] = field(default_factory=dict)
     _borders: dict[tuple[Recorded, Sources], Border | None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._early = _Early(self, self)
+
     def outputs(self, inputs: Sequence[Tensor], prompts: Sequence[KeptPrompt] = ()) -> list[Any]:
         """What a forward returns, one after the other; what the blocks of a model share is made by
         the first of them, and what is made of a prompt is kept until another comes. A comparison
         makes everything anew."""
-        early, kept, places = None, None, self.executable.early_inputs
+        early, kept = None, None
         if mode.notes is None and not mode.off:
-            if places:
-                first, *others = [inputs[place] for place in places]
-                early = self.shared(first, None, lambda: self.executable.early(inputs), others)
+            if self._early.places:
+                early = self._early(inputs)
             if prompts:
                 kept = [prompt(inputs) for prompt in prompts]
         return self.executable(inputs, early, kept)
@@ -96,9 +98,15 @@ class Recorded:
     def rest(self, head: Head) -> Recorded | None:
         """The same without its first steps, whose results are further inputs."""
         if head not in self._rests:
-            made = across_blocks.rest_of(self.recording, head)
-            self._rests[head] = self.plan_again(self.kind, made)
+            made = self.plan_again(self.kind, across_blocks.rest_of(self.recording, head))
+            self._rests[head] = None if made is None else made.sharing(self)
         return self._rests[head]
+
+    def sharing(self, block: Recorded) -> Recorded:
+        """This one, which takes what all blocks share from another recording of the same block."""
+        if set(self.executable.early_results) <= set(block.executable.early_results):
+            self._early = _Early(self, block)
+        return self
 
     def border(self, after: Recorded, sources: Sources) -> Border | None:
         """How this one and the next, which is given what `sources` say, run with fewer kernels;
@@ -107,6 +115,29 @@ class Recorded:
         if key not in self._borders:
             self._borders[key] = _border(self, after, sources)
         return self._borders[key]
+
+
+class _Early:
+    """What a recording takes of the early steps of another one of the same block, or its own."""
+
+    def __init__(self, user: Recorded, maker: Recorded) -> None:
+        self.maker = maker
+        own, more = len(maker.recording.weights), len(user.recording.weights)
+        count = len(maker.recording.paths)
+        # the weights of the user that are the maker's, and then what a block is given
+        self.inputs = [*range(own), *range(more, more + count)]
+        needed = user.executable.early_results
+        self.places = [self.inputs[i] for i in maker.executable.early_inputs] if needed else []
+        self.results = [maker.executable.early_results.index(name) for name in needed]
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
+        first, *others = [inputs[place] for place in self.places]
+
+        def make() -> list[Any]:
+            return self.maker.executable.early([inputs[i] for i in self.inputs])
+
+        found = self.maker.shared(first, None, make, others)
+        return [found[i] for i in self.results]
 
 
 @dataclass(eq=False)
@@ -138,7 +169,7 @@ class Border:
             own = [n.name for n in self.after.recording.graph.find_nodes(op="placeholder")]
             names = [own[i] for i in self.head.weights]
             called = dict(zip(names, found.weights, strict=True))
-            self._joined[rest] = None if made is None else With(made, called)
+            self._joined[rest] = None if made is None else With(made.sharing(self.before), called)
         return self._joined[rest]
 
     def head_by_ops(self, inputs: Sequence[Tensor]) -> list[Any]:
