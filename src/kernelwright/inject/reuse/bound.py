@@ -134,6 +134,7 @@ class Bound:
     exact: bool
     next: Next | Literal["unknown", "none"] = "unknown"
     misses: int = 0
+    _guessed: bool = False  # whether a guess has failed
     _variants: dict[tuple[Recorded | None, Border | None], Variant | None] = field(
         default_factory=dict
     )
@@ -183,15 +184,17 @@ class Bound:
         else:
             self._stop()
 
-    def _stop(self, why: str | None = None) -> None:
+    def _stop(self) -> None:
         """Guess no more what comes next, after one more time."""
         self.misses += 1
         self.next = "none" if self.misses >= MAX_MISSES else "unknown"
-        if self.next == "none" and why is not None:
-            self.recorded.apart = why
+        if self.next == "none" and self._guessed:
+            self.recorded.apart = "it was given other tensors than expected"
 
     def _missed(self) -> None:
-        self._stop("it was given other tensors than expected")
+        """Nobody took what was done for the next block."""
+        self._guessed = True
+        self._stop()
 
     def _following(self, module: nn.Module) -> Ahead | None:
         """The block that this one may work for."""
