@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from ..backends.torch_internals import pytree
-from . import planning, running
+from . import planning
 from .building import Builder
 from .expression import Load
 from .index import Affine, Space
@@ -24,6 +24,7 @@ from .parallel_attention import PARALLEL_ATTENTION
 from .planning import Plan
 from .program import Program
 from .recording import ATTENTION, LAYER, Recording
+from .running import Executable
 from .views import aten, is_tensor, packet, shape_of
 
 SPLITS = (aten.split, aten.split_with_sizes)
@@ -58,7 +59,7 @@ def head_of(block: Recording, plan: Plan, sources: Sources, results: int) -> Hea
         if source is not None:
             (after if source < results else ahead).add(node)
     for node in block.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and _is_written_in_code(node):
             ahead.add(node)
         if node.op != "call_function" or node.target in OWN:
             continue
@@ -123,10 +124,9 @@ def head_alone(block: Recording, head: Head) -> Recording:
     )
 
 
-def run_by_ops(recording: Recording, inputs: Sequence[Tensor]) -> list[Any]:
-    """The results of a recording, each op by PyTorch."""
-    plan = planning.plan(recording, lambda program, values: "run op by op")
-    return running.run(plan, inputs)
+def by_ops(recording: Recording) -> Executable:
+    """A recording with each op by PyTorch."""
+    return Executable(planning.plan(recording, lambda program, values: "run op by op"))
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,11 @@ def _source(part: fx.Node) -> fx.Node | None:
     if part.target is operator.getitem and packet(part.args[0]) in SPLITS:
         return part.args[0].args[0]
     return None
+
+
+def _is_written_in_code(constant: fx.Node) -> bool:
+    """Whether a constant is a number of the forward, not a tensor that somebody may write to."""
+    return all(user.target is aten.lift_fresh_copy.default for user in constant.users)
 
 
 def _made_of(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:

@@ -151,6 +151,7 @@ class Border:
     rest: Recorded  # the second, without them
     results: int  # of the first
     _joined: dict[Recorded | None, With | None] = field(default_factory=dict)
+    _by_ops: Executable | None = None
 
     def __post_init__(self) -> None:
         weights = len(self.after.recording.weights)
@@ -174,8 +175,10 @@ class Border:
 
     def head_by_ops(self, inputs: Sequence[Tensor]) -> list[Any]:
         """What the first steps make of their weights and inputs, op by op."""
-        made = across_blocks.head_alone(self.after.recording, self.head)
-        return across_blocks.run_by_ops(made, inputs)
+        if self._by_ops is None:
+            made = across_blocks.head_alone(self.after.recording, self.head)
+            self._by_ops = across_blocks.by_ops(made)
+        return self._by_ops(inputs)
 
 
 @dataclass(frozen=True)
