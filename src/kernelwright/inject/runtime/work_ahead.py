@@ -177,7 +177,9 @@ _version = attrgetter("_version")
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Version counters. Inference tensors have none, but nothing writes between two blocks without
     hooks."""
-    try:
-        return list(map(_version, tensors))
-    except RuntimeError:
-        return [0 if t.is_inference() else t._version for t in tensors]
+    if not torch.is_inference_mode_enabled():
+        try:
+            return list(map(_version, tensors))
+        except RuntimeError:  # an inference tensor that was made before
+            pass
+    return [0 if t.is_inference() else t._version for t in tensors]
