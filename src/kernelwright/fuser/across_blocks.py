@@ -97,7 +97,7 @@ def rest_of(block: Recording, head: Head) -> Recording:
     paths = (*block.paths, *(() for _ in handed))
     left = {n.name for n in graph.find_nodes(op="get_attr")}
     constants = {name: t for name, t in block.constants.items() if name in left}
-    return replace(block, graph=graph, paths=paths, constants=constants)
+    return replace(block, graph=graph, paths=paths, constants=constants, handed=len(handed))
 
 
 def head_alone(block: Recording, head: Head) -> Recording:

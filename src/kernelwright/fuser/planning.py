@@ -44,6 +44,7 @@ class Plan:
     refused: list[str] = field(default_factory=list)  # why some of these have no program
     values: dict[str, Any] = field(default_factory=dict)  # what each node gave when recorded
     given: int = 0  # how many of the inputs, the last ones, are no weights
+    handed: int = 0  # how many of those, the last ones, belong to this call of the block alone
 
 
 # why a program cannot be run, or None if it can: (program, value of each node by name)
@@ -68,7 +69,7 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
         }
         if not refused:
             found.refused, found.values = sorted(set(left.values())), values
-            found.given = len(recording.paths)
+            found.given, found.handed = len(recording.paths), recording.handed
             found.steps = in_rows(found.steps, values, planner.kept)
             return found
         left |= refused

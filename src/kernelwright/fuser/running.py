@@ -136,8 +136,9 @@ class Executable:
         for o in output.args[0]:
             needed |= self._places(o)
         weights = len(inputs) - plan.given
-        early, self.early_inputs = find_early(steps, weights, len(inputs))
-        of_prompts = find_prompts(steps, early, weights, len(inputs), needed)
+        given = range(weights, len(inputs) - plan.handed)
+        early, self.early_inputs = find_early(steps, given, range(len(inputs)))
+        of_prompts = find_prompts(steps, early, given, range(len(inputs)), needed)
         apart = {*early, *(s for found in of_prompts.values() for s in found)}
         late = [s for s in steps if s not in apart and not s.only_early]
         later = needed.union(*(s.reads for s in late))
