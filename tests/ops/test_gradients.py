@@ -3,27 +3,18 @@
 import pytest
 import torch
 from declared import ALL, DTYPES, OPS, every_case, every_op, full, small, tensors
-from numerics import as_good_as_eager, as_tuple, errors_over_draws, in_eager, run, widened
+from numerics import as_tuple, widened
 
+from kernelwright.backends.triton import interpreting
+from kernelwright.checking.gradients import gradients, hold_gradients, leaves, seeds
 from kernelwright.ops.case import Inputs
 
-
-def leaves(arguments, names=None):
-    """The arguments as fresh leaves, and those of them that are to get a gradient."""
-    given = {n: t.detach().clone() for n, t in tensors(arguments).items() if t.is_floating_point()}
-    wanted = {n: t.requires_grad_() for n, t in given.items() if names is None or n in names}
-    return arguments | given, wanted
+KERNELS = [op for op in OPS if op.backward is not None]
 
 
-def seeds(outputs, dtype=None):
-    """Incoming gradients, the same values whatever computed the outputs."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(o.shape, generator=generator).to(dtype or o.dtype) for o in outputs]
-
-
-def gradients(outputs, wanted, incoming=None, **how):
-    outputs = as_tuple(outputs)
-    return torch.autograd.grad(outputs, list(wanted.values()), incoming or seeds(outputs), **how)
+def interpreted(test):
+    skip = pytest.mark.skipif(not interpreting(), reason="a GPU is here: tests/gpu runs them")
+    return skip(pytest.mark.usefixtures("rounding_interpreter")(test))
 
 
 @every_op(ALL)
@@ -41,24 +32,14 @@ def test_the_gradient_is_the_derivative(op):
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_case(ALL)
 def test_gradients_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
-    def compared(seed):
-        arguments = case.arguments(Inputs(dtype, seed=seed))
-        given, wanted = leaves({n: widened(a) for n, a in arguments.items()})
-        outputs = as_tuple(run(op, op.reference, given))
-        incoming = seeds(outputs, dtype)
-        truth = gradients(outputs, wanted, [g.double() for g in incoming])
-        given, wanted = leaves(arguments)
-        outputs = as_tuple(in_eager(op, given))
-        # a chain may promote its output; its gradient then comes in that dtype
-        eager = gradients(
-            outputs, wanted, [g.to(o.dtype) for g, o in zip(incoming, outputs, strict=True)]
-        )
-        return eager, truth
+    hold_gradients(op, case, dtype)
 
-    given, wanted = leaves(case.arguments(Inputs(dtype)))
-    got = gradients(op.call(given), wanted)
-    eager, truth = compared(0)
-    as_good_as_eager(got, truth, eager, errors_over_draws(compared, dtype))
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_case(KERNELS)
+def test_gradients_of_kernels_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
+    hold_gradients(op, case, dtype, backend="triton")
 
 
 @every_op(ALL)
@@ -164,9 +145,25 @@ def test_empty_tensors_have_empty_gradients(op):
             assert not g.count_nonzero(), "what no row touches has no gradient"
 
 
-@pytest.mark.usefixtures("rounding_interpreter")
-@every_op([op for op in OPS if "triton" in op.backends])
-def test_a_kernel_has_the_gradient_of_the_reference(op):
+@interpreted
+@every_op(KERNELS)
+def test_gradients_of_kernels_repeat_alone_and_together(op):
+    """The sums over rows have one order, whichever gradients are asked for."""
+    arguments = full(op).arguments(Inputs(torch.bfloat16))
+    all_leaves, wanted = leaves(arguments)
+    outputs = op.call(all_leaves, backend="triton")
+    together = dict(zip(wanted, gradients(outputs, wanted, retain_graph=True), strict=True))
+    again = gradients(outputs, wanted)
+    assert all(map(torch.equal, together.values(), again))
+    for name in set(together) - {"cos", "sin"}:
+        alone, wanted = leaves(arguments, {name})
+        (got,) = gradients(op.call(alone, backend="triton"), wanted)
+        assert torch.equal(got, together[name]), name
+
+
+@interpreted
+@every_op([op for op in OPS if op not in KERNELS and "triton" in op.backends])
+def test_a_kernel_without_a_backward_has_the_gradient_of_the_reference(op):
     arguments = full(op).arguments(Inputs(torch.float32))
     kernel, wanted = leaves(arguments)
     got = gradients(op.call(kernel, backend="triton"), wanted)

@@ -15,12 +15,17 @@ def widen(t: Tensor) -> Tensor:
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     """norm(x) over the last dimension: "rms", "layer" or "none"."""
     if kind == "layer":
-        x = x - x.mean(-1, keepdim=True)
-        # the deviations sum to the rounding error of a large mean: subtract it
-        x = x - x.mean(-1, keepdim=True)
+        x = centred(x)
     if kind in ("rms", "layer"):
         x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
     return x
+
+
+def centred(x: Tensor) -> Tensor:
+    """x - mean(x)"""
+    x = x - x.mean(-1, keepdim=True)
+    # the deviations sum to the rounding error of a large mean: subtract it
+    return x - x.mean(-1, keepdim=True)
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
