@@ -38,11 +38,11 @@ class GluBackward:
 
     def formula(self, grads: Values, values: Values, wanted: Collection[str]) -> dict[str, Tensor]:
         dy, function = widen(grads["out"]), self._function(values)
+        b: Tensor | None = values[self.b] if self.b else None
+        a: Tensor = values[self.a]
         if self.a == self.b:
-            a, b = (widen(t) for t in halves(values[self.a], values["gate"]))
-        else:
-            a = widen(values[self.a])
-            b = widen(values[self.b]) if self.b and values[self.b] is not None else None
+            a, b = halves(a, values["gate"])
+        a, b = widen(a), None if b is None else widen(b)
         found = {}
         if self.a in wanted:
             found[self.a] = _slope(dy if b is None else dy * b, a, function)
@@ -88,8 +88,9 @@ def _activated(a: Tensor, function: str) -> Tensor:
 
 
 def _slope(grad: Tensor, a: Tensor, function: str) -> Tensor:
-    """grad * act'(a), by PyTorch's own backward, which has a gradient itself."""
-    if function == "silu":
-        return aten.silu_backward(grad, a)
+    """grad * act'(a)"""
+    if function == "silu":  # PyTorch's own silu_backward has no gradient
+        s = torch.sigmoid(a)
+        return grad * (s * (1 + a * (1 - s)))
     form = "tanh" if function == "gelu_tanh" else "none"
     return aten.gelu_backward(grad, a, approximate=form)

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from ..backward import Step, Values, empty_rows
 from . import RowKernel
-from .reference import affine, centred, modulated, spread, widen
-
-# the parts that several rows may share, in the order of the kernel's sums
-SHARED = ("weight", "bias", "scale", "shift", "gate", "out_gate")
+from .call import SHARED
+from .reference import affine, centred, modulated, spread, summed, widen
 
 
 @dataclass(frozen=True)
@@ -144,10 +142,11 @@ def _formula(
     if dy is not None:
         dy = widen(dy)
         weight, scale, shift, out_gate = (
-            None if parts[p] is None else spread(widen(parts[p]), dy)
-            for p in ("weight", "scale", "shift", "out_gate")
+            None if t is None else spread(widen(t), dy)
+            for t in (parts[p] for p in ("weight", "scale", "shift", "out_gate"))
         )
-        n, rstd = None, None
+        # what is left out of `reads` is not needed
+        n, rstd = dy, None
         if parts["s"] is not None:
             n, rstd = _normalized(widen(parts["s"]), norm, eps)
 
@@ -168,7 +167,9 @@ def _formula(
         ds = dn if ds is None else ds + dn
     assert ds is not None
     gate = parts["gate"]
-    give("gate", lambda: ds * widen(parts["x"]))
+    x = parts["x"]
+    if x is not None:
+        give("gate", lambda: ds * widen(x))
     if "residual" in wanted:
         found["residual"] = ds.to(dtype)
     if "x" in wanted:
@@ -183,17 +184,3 @@ def _normalized(s: Tensor, norm: str, eps: float) -> tuple[Tensor, Tensor | None
     s = centred(s) if norm == "layer" else s
     rstd = 1 / torch.sqrt(s.square().mean(-1, keepdim=True) + eps)
     return s * rstd, rstd
-
-
-def summed(grad: Tensor, like: Tensor) -> Tensor:
-    """The sum of a gradient [..., D] over the rows that share `like`, in its shape and dtype."""
-    if like.ndim == grad.ndim + 1:
-        frames = like.shape[1]
-        tokens = grad.shape[1] // frames if frames else 0
-        grad = grad.unflatten(1, (frames, tokens))
-        shape = like.shape
-    elif like.ndim == 2 and grad.ndim > 2:
-        shape = torch.Size((like.shape[0], *[1] * (grad.ndim - 2), like.shape[1]))
-    else:
-        shape = like.shape
-    return grad.sum_to_size(shape).reshape(like.shape).to(like.dtype)

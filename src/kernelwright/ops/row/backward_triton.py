@@ -21,8 +21,8 @@ from ...backends import Unsupported
 from ...backends.triton import TritonLaunch
 from ..backward import Step
 from ..rows import rows_of
-from .backward import SHARED, summed
-from .call import over_rows
+from .call import SHARED, over_rows
+from .reference import summed
 from .triton import load, locate, operand, place
 
 if TYPE_CHECKING:

@@ -21,6 +21,9 @@ PARTS = ("x", "residual", "gate", "weight", "bias", "scale", "shift", "out_gate"
 # operands with an address for each row; weight and bias are the same for all rows
 PLACED = ("x", "residual", "gate", "scale", "shift", "out_gate", "y", "sum")
 
+# parts that several rows may share; their gradients are sums over rows
+SHARED = ("weight", "bias", "scale", "shift", "gate", "out_gate")
+
 
 @dataclass(frozen=True)
 class RowCall:

@@ -52,6 +52,20 @@ def spread(t: Tensor, x: Tensor) -> Tensor:
     return t
 
 
+def summed(grad: Tensor, like: Tensor) -> Tensor:
+    """The sum of a gradient [..., D] over the rows that share `like`, in its shape and dtype."""
+    if like.ndim == grad.ndim + 1:
+        frames = like.shape[1]
+        tokens = grad.shape[1] // frames if frames else 0
+        grad = grad.reshape(grad.shape[0], frames, tokens, *grad.shape[2:])
+        shape = like.shape
+    elif like.ndim == 2 and grad.ndim > 2:
+        shape = torch.Size((like.shape[0], *[1] * (grad.ndim - 2), like.shape[1]))
+    else:
+        shape = like.shape
+    return grad.sum_to_size(shape).reshape(like.shape).to(like.dtype)
+
+
 def torch_norm(
     x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
