@@ -11,6 +11,7 @@ The gradients of cos and sin, which models do not train, are the formula's on ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -113,7 +114,10 @@ class RopeBackward:
         return [(x, weight, out) for x, weight, out in named if x]
 
     def _normed_rows(self, x: Tensor, values: Values) -> Tensor:
-        return x.flatten(2) if values.get("across_heads") else x
+        if not values.get("across_heads"):
+            return x
+        # not flatten, which has no rule for batched gradients
+        return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
 
     def _turned_rows(self, x: Tensor, cos: Tensor, values: Values) -> Tensor:
         return turned_rows(x, cos, bool(values.get("across_heads")))

@@ -21,7 +21,7 @@ def turned(x: Tensor, layout: str) -> Tensor:
     """(-b, a) for every pair (a, b): neighbours, or elements half a row apart."""
     if layout == "interleaved":
         a, b = x[..., ::2], x[..., 1::2]
-        return torch.stack((-b, a), -1).flatten(-2)
+        return torch.stack((-b, a), -1).reshape(x.shape)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), -1)
 
@@ -32,7 +32,7 @@ def turned_rows(x: Tensor, cos: Tensor, across_heads: bool) -> Tensor:
     if not across_heads or x.ndim != 4 or cos.ndim == 4:
         return x
     width = x.shape[2] * x.shape[3]
-    return x.flatten(2) if cos.shape[-1] in (width, width // 2) else x
+    return x.reshape(*x.shape[:2], width) if cos.shape[-1] in (width, width // 2) else x
 
 
 def full_width(table: Tensor, width: int, layout: str) -> Tensor:

@@ -139,9 +139,6 @@ def row_backward_kernel(
         m = (i_here < group)[:, None] & (i + tl.arange(0, ROWS) < chunk)[:, None] & m_n
         i_outer, i_middle, i_inner = locate(i_row, n_middle, n_inner, DIMS)
         b_ds = tl.zeros([ROWS, BLOCK], tl.float32)
-        if dsum is not None:
-            o = place(i_outer, i_middle, i_inner, dsum_outer, dsum_middle, dsum_inner, DIMS)
-            b_ds = load(dsum, o, o_n, m)
         if dy is not None:
             o = place(i_outer, i_middle, i_inner, dy_outer, dy_middle, dy_inner, DIMS)
             b_dy = load(dy, o, o_n, m)
@@ -184,6 +181,10 @@ def row_backward_kernel(
                     b_dn -= (tl.sum(tl.where(m, b_dn, 0.0), 1) / N)[:, None]
                 b_dn = (b_dn - b_n * b_along) * b_rstd
             b_ds += b_dn
+        if dsum is not None:
+            # last, because it would hold registers during the reductions
+            o = place(i_outer, i_middle, i_inner, dsum_outer, dsum_middle, dsum_inner, DIMS)
+            b_ds += load(dsum, o, o_n, m)
         if dresidual is not None:
             o = place(
                 i_outer, i_middle, i_inner, dresidual_outer, dresidual_middle, dresidual_inner, DIMS
