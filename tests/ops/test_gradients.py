@@ -7,7 +7,10 @@ from numerics import as_tuple, widened
 
 from kernelwright.backends.triton import interpreting
 from kernelwright.checking.gradients import gradients, hold_gradients, leaves, seeds
-from kernelwright.ops.case import Inputs
+from kernelwright.ops import apply_rope, rmsnorm
+from kernelwright.ops.case import Case, Inputs
+from kernelwright.ops.op import registry
+from kernelwright.ops.row.backward_triton import MAX_WIDTH
 
 KERNELS = [op for op in OPS if op.backward is not None]
 
@@ -159,6 +162,79 @@ def test_gradients_of_kernels_repeat_alone_and_together(op):
         alone, wanted = leaves(arguments, {name})
         (got,) = gradients(op.call(alone, backend="triton"), wanted)
         assert torch.equal(got, together[name]), name
+
+
+@interpreted
+def test_rows_that_share_a_modulation_may_lie_apart():
+    """[1, S, D] over [B, S, D]: the rows of one token in every batch share it."""
+    op = registry()["gated_residual_norm"]
+
+    def arguments(inputs):
+        gate, scale = (inputs.normal(1, 5, 64) for _ in "gs")
+        x, residual, shift = inputs.normal(3, 5, 64), inputs.normal(3, 5, 64), inputs.normal(3, 64)
+        parts = {"gate": gate, "weight": None, "bias": None, "scale": scale, "shift": shift}
+        return {"residual": residual, "x": x, **parts, "kind": "layer", "eps": 1e-6}
+
+    hold_gradients(op, Case("apart", arguments), torch.bfloat16, backend="triton")
+
+
+@interpreted
+def test_a_named_backend_that_cannot_hold_the_row_says_so():
+    x = torch.randn(2, MAX_WIDTH + 1, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"^rmsnorm: backend 'triton' cannot run this: width 16385"
+    ):
+        rmsnorm(x, backend="triton").sum().backward()
+
+
+@interpreted
+@every_op(KERNELS)
+def test_a_compiled_backward_of_kernels_has_the_bits_of_eager(op):
+    """The fake backward promises the layouts that the kernels write."""
+    arguments = full(op).arguments(Inputs(torch.bfloat16))
+    found = []
+    for compiled in (False, True):
+        given, wanted = leaves(arguments)
+
+        def function(*values, given=given, wanted=wanted):
+            return op.call(given | dict(zip(wanted, values, strict=True)), backend="triton")
+
+        torch.compiler.reset()
+        call = torch.compile(function, backend="aot_eager") if compiled else function
+        found.append(gradients(call(*wanted.values()), wanted))
+    assert all(map(torch.equal, *found))
+
+
+# what each op keeps for its backward when every tensor of its fullest case needs a gradient, and
+# what it does not keep although the reference reads it
+KEPT = {
+    "rmsnorm_residual": {"weight", "residual_out"},
+    "gated_residual": {"x", "gate"},
+    "modulate": {"x", "scale", "shift"},
+    "gelu": {"input"},
+    "silu_mul": {"gate", "up"},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_only_what_the_gradient_reads_is_kept(name):
+    op = registry()[name]
+    given, _ = leaves(full(op).arguments(Inputs(torch.bfloat16)))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        outputs = as_tuple(op.call(given))
+    values = tensors(given) | dict(zip(op.outputs, outputs, strict=True))
+    names = {n for n, t in values.items() if any(t.data_ptr() == k.data_ptr() for k in kept)}
+    assert names == KEPT[name]
+
+
+def test_a_rotation_keeps_its_tables_alone():
+    x = torch.randn(2, 6, 3, 64, requires_grad=True)
+    cos, sin = torch.randn(6, 64), torch.randn(6, 64)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        apply_rope(x, cos, sin)
+    assert [t.data_ptr() for t in kept] == [cos.data_ptr(), sin.data_ptr()]
 
 
 @interpreted
