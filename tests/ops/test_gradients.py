@@ -4,6 +4,7 @@ import pytest
 import torch
 from declared import ALL, DTYPES, OPS, every_case, every_op, full, small, tensors
 from numerics import as_tuple, widened
+from torch.utils.checkpoint import checkpoint
 
 from kernelwright.backends.triton import interpreting
 from kernelwright.checking.gradients import gradients, hold_gradients, leaves, seeds
@@ -110,6 +111,24 @@ def test_an_output_left_out_of_the_loss_counts_as_zero(op):
         expected = gradients(op.call(given), wanted, zeroed)
         for name, g, e in zip(wanted, got, expected, strict=True):
             assert torch.equal(torch.zeros_like(e) if g is None else g, e), name
+
+
+@every_op(ALL)
+def test_a_checkpoint_gives_the_same_gradients(op):
+    arguments = full(op).arguments(Inputs(torch.bfloat16))
+    found = []
+    for recomputed in (False, True):
+        given, wanted = leaves(arguments)
+
+        def function(*values, given=given, wanted=wanted):
+            return op.call(given | dict(zip(wanted, values, strict=True)))
+
+        values = wanted.values()
+        outputs = (
+            checkpoint(function, *values, use_reentrant=False) if recomputed else function(*values)
+        )
+        found.append(gradients(outputs, wanted))
+    assert all(map(torch.equal, *found))
 
 
 @every_op(ALL)

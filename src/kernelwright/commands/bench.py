@@ -9,6 +9,7 @@ import typer
 
 from .bench_loop import loop
 from .bench_ops import JsonOption, OutOption, ops
+from .bench_train import train
 from .one_line_errors import one_line_errors
 from .wide_tables import show
 
@@ -18,10 +19,12 @@ OF_ALL = "eager,compile,exact+graphs,fused+graphs,fp8+graphs"
 __all__ = ["JsonOption", "OutOption", "app"]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure ops, models, loops and videos; a wrong result is not timed."
+    no_args_is_help=True,
+    help="Measure ops, models, training and loops; a wrong result is not timed.",
 )
 app.command()(ops)
 app.command()(loop)
+app.command()(train)
 
 
 @app.command()

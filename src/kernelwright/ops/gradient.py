@@ -95,7 +95,8 @@ def _recorded(op: DeclaredOp, declared: Backward) -> type[torch.autograd.Functio
         def backward(ctx: Any, *grads: Any) -> Any:
             if all(g is None for g in grads):
                 return (None,) * (count + 3)
-            given = dict.fromkeys(readable) | dict(zip(ctx.reads, ctx.saved_tensors, strict=True))
+            saved = ctx.saved_tensors  # a checkpoint gives them once
+            given = dict.fromkeys(readable) | dict(zip(ctx.reads, saved, strict=True))
             by_output = dict(zip(op.outputs, grads, strict=True))
             reached = declared.reached(by_output, ctx.wanted)
             again = {n: m for n, m in declared.shared(given).items() if {n, m} <= set(reached)}
@@ -103,7 +104,7 @@ def _recorded(op: DeclaredOp, declared: Backward) -> type[torch.autograd.Functio
             present = [g for g in grads if g is not None]
             if (
                 torch.is_grad_enabled()
-                or transformed((*present, *ctx.saved_tensors))
+                or transformed((*present, *saved))
                 or any(map(is_batched_gradient, present))
             ):
                 found = declared.formula(by_output, given | ctx.plain, chosen)
