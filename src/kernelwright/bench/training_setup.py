@@ -18,7 +18,7 @@ from ..errors import CannotRun
 # the projections of attention, under the names of diffusers and transformers
 LORA_TARGETS = (
     "to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "o_proj",
-    "qkv_proj", "query_key_value", "self_attention.dense",
+    "qkv_proj", "query_key_value", "self_attention.dense", "to_query", "to_key", "to_value",
 )  # fmt: skip
 ATTENTION = {
     "default": None,
