@@ -119,7 +119,14 @@ def test_the_page_shows_gradients_losses_and_speed(written, tmp_path):
     written("training", *TRAINING, other)
     assert invoked(report)(tmp_path, "--html", page).exit_code == 0
     text = page.read_text()
-    for said in ("LoRA rank 64", "448 of 448", "20 of 20", "1.60×", "3 of 448 gradients"):
+    for said in (
+        "LoRA rank 64",
+        "448 of 448",
+        "20 of 20",
+        "1.60×",
+        "3 of 448 gradients",
+        "Failed: training",
+    ):
         assert said in text, said
 
 
