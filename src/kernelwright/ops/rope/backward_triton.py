@@ -13,8 +13,9 @@ from torch import Tensor
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch
 from ..backward import Step, Values
-from ..row.backward_triton import MAX_WIDTH, PER_THREAD, runs, sums_of, tile_for
+from ..row.backward_triton import MAX_WIDTH, PER_THREAD, runs, tile_for
 from ..row.triton import locate, place
+from ..row_sums import sums_of
 from .call import merge_heads, rows_by_table
 from .kernel import RopeKernel
 from .tables import over_rows

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch
 from ..backward import Step
+from ..row_sums import sums_of
 from ..rows import rows_of
 from .call import SHARED, over_rows
 from .reference import summed
@@ -209,22 +210,6 @@ def row_backward_kernel(
     leave(partials, b_do, i_program, programs, o_n, N, OUT_GATE)
 
 
-@triton.jit(do_not_specialize=["terms"])
-def sums_kernel(partials, out, terms, N: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr):
-    """out [groups, N] = the sum of partials [groups, terms, N] over terms, always in one order."""
-    SEGMENTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    i = tl.program_id(0).to(tl.int64)
-    i_group = i // SEGMENTS
-    o_n = (i % SEGMENTS * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    b = tl.zeros([TERMS, COLUMNS], tl.float32)
-    for i_term in range(0, terms, TERMS):
-        o_term = (i_term + tl.arange(0, TERMS))[:, None]
-        m = (o_term < terms) & (o_n < N)
-        b += tl.load(partials + (i_group * terms + o_term) * N + o_n, mask=m, other=0.0)
-    b_sum = tl.sum(b, 0)[None, :]
-    tl.store(out + i_group * N + o_n, b_sum.to(out.dtype.element_ty), mask=o_n < N)
-
-
 # Chosen by reasoning, not yet tuned: 4 programs per multiprocessor of an H200, a number that all
 # GPUs take so that sums have the same bits on all; the elements of a tile of narrow rows; the
 # elements per thread.
@@ -299,11 +284,6 @@ def steps(
         outs[p].copy_(summed(full.reshape(rows.shape), outs[p]))
 
 
-def sums_of(partials: Tensor, out: Tensor) -> Step:
-    """out [groups..., N] = partials [groups, terms, N] summed over terms."""
-    return Step(plan_sums, {"partials": partials, "out": out})
-
-
 def _groups(shape: tuple[int, ...], lead: tuple[int, ...]) -> int | None:
     """In how many runs of neighbouring rows a part of this leading shape changes; None if the rows
     that share it lie apart, such as [1, S, D] over [B, S, D]."""
@@ -369,21 +349,5 @@ def plan(call: Call) -> TritonLaunch:
             **{p.upper(): call[f"slot {p}"] for p in SHARED},
         },
         num_warps=1 << (warps.bit_length() - 1),
-        alignment=min(16, call.alignment),
-    )
-
-
-COLUMNS, TERMS = 64, 32
-
-
-def plan_sums(call: Call) -> TritonLaunch:
-    groups, terms, width = call["partials"].shape
-    return TritonLaunch(
-        kernel=sums_kernel,
-        grid=(groups * triton.cdiv(width, COLUMNS),),
-        pointers=("partials", "out"),
-        scalars=(terms,),
-        constants={"N": width, "COLUMNS": COLUMNS, "TERMS": TERMS},
-        num_warps=4,
         alignment=min(16, call.alignment),
     )
