@@ -18,7 +18,9 @@ KERNELS = [op for op in OPS if op.backward is not None]
 
 def interpreted(test):
     skip = pytest.mark.skipif(not interpreting(), reason="a GPU is here: tests/gpu runs them")
-    return skip(pytest.mark.usefixtures("rounding_interpreter")(test))
+    # numpy says so where a GPU goes on in silence: exp(89) is infinite
+    quiet = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+    return skip(quiet(pytest.mark.usefixtures("rounding_interpreter")(test)))
 
 
 @every_op(ALL)
@@ -254,17 +256,6 @@ def test_a_rotation_keeps_its_tables_alone():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         apply_rope(x, cos, sin)
     assert [t.data_ptr() for t in kept] == [cos.data_ptr(), sin.data_ptr()]
-
-
-@interpreted
-@every_op([op for op in OPS if op not in KERNELS and "triton" in op.backends])
-def test_a_kernel_without_a_backward_has_the_gradient_of_the_reference(op):
-    arguments = full(op).arguments(Inputs(torch.float32))
-    kernel, wanted = leaves(arguments)
-    got = gradients(op.call(kernel, backend="triton"), wanted)
-    plain, wanted = leaves(arguments)
-    expected = gradients(op.call(plain, backend="torch"), wanted)
-    assert all(map(torch.equal, got, expected))
 
 
 @every_op([op for op in OPS if op.inplace])
