@@ -206,6 +206,19 @@ def adds_bias_apart(x: Tensor, weight: Tensor, bias: Tensor, *how: Any) -> bool:
         return _convolution_backend(x, weight, bias, *how) == _CUDNN_CONVOLUTION
 
 
+def native_kernels() -> bool:
+    """Whether PyTorch, from 2.13 on, replaces kernels of its own by those of nvidia-cutlass-dsl:
+    that of F.rms_norm is QuACK's then. It does on capability 9, 10 and 12."""
+    native = sys.modules.get("torch._native.cutedsl_utils")
+    asked = ("runtime_available", "_version_is_ok", "check_native_jit_disabled")
+    available, fits, disabled = (getattr(native, name, None) for name in asked)
+    if available is None or fits is None or disabled is None:
+        return False
+    if not (available() and fits()) or disabled():
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10, 12)
+
+
 DROPOUT: type = _named("torch.nn.modules.dropout._DropoutNd")  # the base of all dropouts
 
 # the dispatcher

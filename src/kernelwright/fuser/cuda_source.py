@@ -83,9 +83,10 @@ class _Emitter:
         self.width = prod(self.extents[n] for n in self.shape.along)
         self.rows = prod(self.extents[n] for n in self.shape.rows)
         self.values = [lowered(s.value, self.space) for s in self.program.stores]
-        self.order = threads_of(self._statistics(), self.width, self.rows)
+        self.order = threads_of(self._statistics(), self.width, self.rows, self.exact)
         for s in self._statistics():
-            self._orders[s] = order_of(s, self.width, self.rows).norm.replace("MeanRms", "MeanSum")
+            order = order_of(s, self.width, self.rows, self.exact)
+            self._orders[s] = order.norm.replace("MeanRms", "MeanSum")
         size = min((s.dtype.itemsize for s in self.program.stores), default=4)
         widest = widest_vector(self.shape, self.extents, size)
         self.V = self.order.vector if self.order else widest

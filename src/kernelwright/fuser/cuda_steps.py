@@ -9,6 +9,7 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
+from ..ops import ways
 from .expression import Step
 from .lowering import PRODUCT, Normed
 
@@ -132,7 +133,16 @@ TRUTH = frozenset(
         *("bitwise_and", "bitwise_or", "bitwise_not", "_to_copy", "clone", "where"),
     )
 )
-GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
+# functions whose arithmetic is that of CUDA's mathematical library, by their subject in `ways`
+SUBJECTS = {
+    aten.rsqrt: "rsqrt",
+    aten.exp: "exp",
+    aten.sin: "sin",
+    aten.cos: "cos",
+    aten.tanh: "tanh",
+    aten.sigmoid: "sigmoid",
+    aten.silu: "silu",
+}
 
 
 def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
@@ -161,16 +171,26 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if kwargs.pop("rounding_mode", None) is not None:
         raise Unsupported(f"{e.op} with a rounding of its own")
     if packet is aten.gelu:
-        name = GELU[kwargs.get("approximate", "none")]
-        return lambda a: _rounded(f"{name}({a[0]})", e.dtype, exact)
+        name = _gelu(kwargs.get("approximate", "none"), exact)
+        return lambda a: _rounded(f"{name}::of({a[0]})", e.dtype, exact)
     make = STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")
+    if exact and packet in SUBJECTS:
+        ways.way(SUBJECTS[packet])
     if packet in COMPARISONS and types[-1] is None and types[0] is not None:
         # PyTorch rounds the number to the dtype that it compares in
         border = float_literal(torch.tensor(e.args[1], dtype=types[0]).item())
         return lambda a: _rounded(make(a[0], border), e.dtype, exact)
     return lambda a: _rounded(make(*a), e.dtype, exact)
+
+
+def _gelu(form: str, exact: bool) -> str:
+    if form == "none":
+        return ways.gelu_erf() if exact else "GeluErf<false>"
+    if exact:
+        ways.way("F.gelu tanh")
+    return "GeluTanh<false>"
 
 
 def _of_doubles(
