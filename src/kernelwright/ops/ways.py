@@ -15,6 +15,8 @@ import functools
 import json
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 import torch
@@ -51,6 +53,13 @@ SWITCHES = (
 )
 Found = dict[str, str | None]
 
+
+class _Thread(threading.local):
+    assumed: dict[str, str] = {}  # noqa: RUF012
+    asked: set[str] | None = None
+
+
+_thread = _Thread()
 _found: Found = {}
 _read: set[tuple[str, ...]] = set()  # environments whose file was looked for
 _lock = threading.Lock()
@@ -58,13 +67,39 @@ _lock = threading.Lock()
 
 def way(subject: str) -> str:
     """The way of a subject that kernels repeat; raises Unsupported if none has eager's bits."""
-    chosen = _known().get(subject, guess(subject))
+    if _thread.asked is not None:
+        _thread.asked.add(subject)
+    if subject in _thread.assumed:
+        return _thread.assumed[subject]
+    known = _known()
+    chosen = known[subject] if subject in known else guess(subject)
     if chosen is None:
         raise Unsupported(
             f"{subject} of torch {torch.__version__} has other bits here than any kernel "
             f"(kernelwright doctor --exact)"
         )
     return chosen
+
+
+@contextmanager
+def assuming(subject: str, way: str) -> Iterator[None]:
+    """Take this way in the block, in this thread, to compare it with PyTorch."""
+    before = _thread.assumed
+    _thread.assumed = {**before, subject: way}
+    try:
+        yield
+    finally:
+        _thread.assumed = before
+
+
+@contextmanager
+def asked() -> Iterator[set[str]]:
+    """The subjects that kernels planned in the block, in this thread, depend on."""
+    before, _thread.asked = _thread.asked, set()
+    try:
+        yield _thread.asked
+    finally:
+        _thread.asked = before
 
 
 def erf() -> str:

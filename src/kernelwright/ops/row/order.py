@@ -26,13 +26,14 @@ PLAIN_THREADS = 256
 
 @dataclass(frozen=True)
 class Order:
-    """The norm's name in norms.cuh, threads per row, elements per vector (0: as many as fit), and
-    the float32 factor by which at::mean scales its sum."""
+    """The norm's name in norms.cuh, threads per row, elements per vector (0: as many as fit), the
+    float32 factor by which at::mean scales its sum, and the threads that it gives a row."""
 
     norm: str
     threads: int = 0
     vector: int = 0
     factor: float = 0.0
+    block: int = 0
 
 
 def free_threads(width: int, vector: int, normed: bool = True) -> int:
@@ -73,7 +74,7 @@ def mean_order(width: int, rows: int, room: int) -> Order:
     if block == 32 and width in (64, 128) and room >= 8:
         threads, vector = width // 8, 8
     factor = _float32(_float32(rows) / _float32(rows * width))
-    return Order(f"MeanRms<{block}>", threads, vector, factor)
+    return Order(f"MeanRms<{block}>", threads, vector, factor, block)
 
 
 def rms_order(width: int, itemsize: int, room: int) -> Order:
