@@ -299,6 +299,13 @@ def compile_counters() -> Any:
     return counters
 
 
+def has_compile_option(name: str) -> bool:
+    """Whether torch.compile takes this among its options."""
+    from torch._inductor import list_options
+
+    return name in list_options()
+
+
 def warms_up_cudagraphs(device: torch.device) -> bool:
     """Whether Inductor is warming up a CUDA graph ("reduce-overhead"), on a stream of its own:
     memory that is allocated now belongs to the graph."""
