@@ -60,6 +60,9 @@ def doctor(
     exact: Annotated[
         bool, typer.Option("--exact", help="Compare exact modes with the installed PyTorch.")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write what --exact compared to this result file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine can run, and which backend each op will use on it.
@@ -77,7 +80,9 @@ def doctor(
     with Console(stderr=True).status("looking at this machine"):
         from . import doctor as machine
 
-        report = machine.examine(exact)
+        report = machine.examine(exact or out is not None)
+        if out is not None:
+            machine.write(out, report)
     if as_json:
         _print_json(report.as_dict())
     else:

@@ -19,6 +19,7 @@ from .backends import cuda
 from .backends.cache import KernelCache
 from .calibration import calibrate, dependents, verdicts
 from .gpus import Gpu, nvidia_smi, torch_gpu
+from .measure import results
 from .ops import ways
 from .ops.linear import algorithms
 from .ops.op import Choice, Composite, Op, registry
@@ -203,6 +204,13 @@ def _exact_page(report: Report) -> list[RenderableType]:
     if not report.torch_gpus:
         parts.append(Text("no GPU: exact modes run PyTorch's own ops here, with its bits"))
     return parts
+
+
+def write(path: Path, report: Report) -> None:
+    """The subjects of exact modes as a result file, from which README.md's table is made."""
+    packages = [f"{name} {found}" for name, found in ways.replacing_packages()]
+    rows = [{**asdict(subject), "packages": packages} for subject in report.exact or ()]
+    results.write(path, "calibration", rows)
 
 
 def _gpu_text(gpu: Gpu) -> str:

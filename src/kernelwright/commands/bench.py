@@ -49,8 +49,9 @@ def model(
         typer.Option(
             show_default=OF_ONE,
             help="What to compare, comma-separated: eager, compile, compile+strict, "
-            "compile+strict_pointwise, compile+strict_reduction; exact, fused or fp8, alone or with "
-            "+graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 (pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
+            "compile+strict_pointwise, compile+strict_reduction; exact, fused or fp8, alone or "
+            "with +graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 "
+            "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
         ),
     ] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,

@@ -44,8 +44,9 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "F.gelu tanh": (ATEN,),
     **dict.fromkeys(("silu", "sigmoid", "exp", "tanh", "sin", "cos", "rsqrt"), (ATEN,)),
 }
-# packages and switches that replace PyTorch's own kernels, or compile ours
+# packages and switches by which PyTorch replaces kernels of its own
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "nvmath-python", "triton")
+REPLACING = PACKAGES[:2]  # those that replace F.rms_norm's
 SWITCHES = (
     "TORCH_DISABLE_NATIVE_JIT",
     "TORCH_NATIVE_SKIP_VERSION_CHECK",
@@ -148,6 +149,11 @@ def environment() -> tuple[str, ...]:
     switches = (f"{name}={os.environ.get(name, '')}" for name in SWITCHES)
     revision = getattr(torch.version, "git_version", "")
     return (f"torch {torch.__version__}", f"{revision}", gpu, *packages, *switches)
+
+
+def replacing_packages() -> list[tuple[str, str]]:
+    """Those of `REPLACING` that are installed, with their versions."""
+    return [(name, found) for name in REPLACING if (found := _version(name)) != "-"]
 
 
 def _version(package: str) -> str:
