@@ -36,7 +36,7 @@ def _named(path: str, instead: Callable[..., Any] | None = None) -> Any:
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"kernelwright: PyTorch {torch.__version__} has no {path}; use a version that this "
-            f"one was tested with (2.11 to 2.13), or a newer kernelwright"
+            f"one was tested with (2.11 to 2.15), or a newer kernelwright"
         )
 
     return missing

@@ -47,19 +47,26 @@ struct CompilersErf {
 // coefficients, highest power first, are `near` and `far`.
 struct ErfTerms { float border, far[7], near[7]; };
 
+// one of two numbers without a branch: the compiler would make two branches of a polynomial each
+__device__ __forceinline__ float pick(bool first, float a, float b) {
+  float one;
+  asm("{ .reg .pred p; setp.ne.u32 p, %1, 0; selp.f32 %0, %2, %3, p; }"
+      : "=f"(one) : "r"(unsigned(first)), "f"(a), "f"(b));
+  return one;
+}
+
 template <class Library> struct WrittenErf {
   static __device__ __forceinline__ float of(float a) {
     constexpr ErfTerms T = Library::TERMS;
     const bool outside = fabsf(a) >= T.border;
-    const float t = outside ? fabsf(a) : __fmul_rn(a, a);
-    float p = outside ? T.far[0] : T.near[0];
+    const float t = pick(outside, fabsf(a), __fmul_rn(a, a));
+    float p = pick(outside, T.far[0], T.near[0]);
 #pragma unroll
-    for (int i = 1; i < 7; i++) p = __fmaf_rn(p, t, outside ? T.far[i] : T.near[i]);
+    for (int i = 1; i < 7; i++) p = __fmaf_rn(p, t, pick(outside, T.far[i], T.near[i]));
     const float inner = __fmaf_rn(p, a, a);
-    if (!outside) return inner;
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-fabsf(inner)));
-    return copysignf(1.f - power, a);
+    return pick(outside, copysignf(1.f - power, a), inner);
   }
 };
 
