@@ -234,3 +234,14 @@ def test_fused_kernels_do_not_depend_on_pytorchs_ways():
 def test_gelu_has_its_own_function_in_eager():
     x = functions.numbers(torch.bfloat16, "cpu")
     assert functions.expected("F.gelu", x).nan_to_num().equal(F.gelu(x).nan_to_num())
+
+
+def test_what_another_process_found_is_read_once_a_gpu_is_in_use(monkeypatch):
+    monkeypatch.setattr(ways, "environment", lambda: ("torch 9", "a GPU"))
+    ways.keep({"exp": None})
+    ways.use({})
+    monkeypatch.setattr(ways, "_looked", False)
+    assert ways.way("exp") == ways.ATEN  # CUDA is not in use: nothing is asked of it
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(Unsupported, match="exp of torch"):
+        ways.way("exp")

@@ -112,10 +112,9 @@ def _best(
     pairs: Callable[[], Iterator[tuple[Tensor, Tensor]]],
     orders: tuple[str, ...] | None = None,
 ) -> Finding:
-    """The first way, beginning with the guess, by which nothing differs."""
-    guess = ways.guess(subject)
+    """The first way by which nothing differs: one whose order the op has, then the guess."""
     tried = []
-    for way in (guess, *(w for w in ways.SUBJECTS[subject] if w != guess)):
+    for way in dict.fromkeys((*(orders or ()), ways.guess(subject), *ways.SUBJECTS[subject])):
         compared = differing = 0
         with ways.assuming(subject, way):
             for want, got in pairs():

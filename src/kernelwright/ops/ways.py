@@ -28,7 +28,7 @@ from ..backends.cuda import fingerprint, nvrtc_version
 # the only way of a subject that has never changed
 ATEN = "ATen"
 QUACK = "QuACK"
-COMPILER = "compiler's erf"
+COMPILER = "the compiler's erf"
 # subjects by name: what they are, and their ways, each with its name in the CUDA sources
 ERFS = {
     COMPILER: "CompilersErf",
@@ -62,7 +62,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _found: Found = {}
-_read: set[tuple[str, ...]] = set()  # environments whose file was looked for
+_looked = False  # whether what other processes have found was looked for
 _lock = threading.Lock()
 
 
@@ -194,10 +194,10 @@ def use(found: Found) -> None:
 
 
 def _known() -> Found:
+    global _looked
     # only where PyTorch has a GPU in use already: planning a kernel must not start CUDA
-    if not _found and torch.cuda.is_initialized():
-        here = environment()
-        if here not in _read:
-            _read.add(here)
+    if not _looked and torch.cuda.is_initialized():
+        _looked = True
+        if not _found:
             use(stored() or {})
     return _found
