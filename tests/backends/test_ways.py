@@ -8,6 +8,9 @@ from planned import usage
 
 from kernelwright.backends import HOPPER, cuda
 from kernelwright.bench.exactness import planned
+from kernelwright.calibration import functions
+from kernelwright.fuser.cuda_source import Tensor
+from kernelwright.fuser.launching import kernel_of, launch_of
 from kernelwright.ops import ways
 from kernelwright.ops.op import registry
 
@@ -66,3 +69,21 @@ def test_quacks_order_compiles_and_spills_nothing(op, chain, width):
     assert "QuackRms" in launch.template
     _, report = cuda.build(launch.code, "sm_90", verbose=True)
     assert all(used.clean for used in usage(report)), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("erf", ways.ERFS)
+def test_what_a_calibration_compares_on_a_gpu_compiles(erf, dtype):
+    pytest.importorskip("cuda.core")
+    x = functions.numbers(dtype, "cpu")
+    program = functions.program_of(tuple(functions.FUNCTIONS), x.shape, dtype)
+    layout = {name: Tensor((x.shape[1], 1), dtype) for name in names(program)}
+    with ways.assuming("F.gelu", erf):
+        launch = launch_of(kernel_of(program, layout))
+    _, report = cuda.build(launch.code, "sm_90", verbose=True)
+    assert len(usage(report)) == 1, report
+
+
+def names(program):
+    return [*program.loads, *(s.target for s in program.stores)]

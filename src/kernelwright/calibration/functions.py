@@ -49,14 +49,14 @@ def numbers(dtype: torch.dtype, device: str) -> Tensor:
 
 def program_of(subjects: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Program:
     """One kernel that stores each function of x."""
-    index = Affine(0, (("row", 1),)), Affine(0, (("column", 1),))
+    index = Affine(0, (("i0", 1),)), Affine(0, (("i1", 1),))
     x = Load("x", index, dtype)
     stores = []
     for subject in subjects:
         op, keywords, _ = FUNCTIONS[subject]
         step = Step(op, (x,), tuple(keywords.items()), dtype)
         stores.append(Store(subject, index, step, tuple(shape), (shape[1], 1), dtype))
-    return Program((("row", shape[0]), ("column", shape[1])), tuple(stores))
+    return Program((("i0", shape[0]), ("i1", shape[1])), tuple(stores))
 
 
 def computed(subjects: tuple[str, ...], x: Tensor) -> dict[str, Tensor]:
