@@ -102,6 +102,13 @@ def test_a_configuration_that_cannot_be_had_says_why_and_is_no_failure(monkeypat
     assert "ltx-video fp8: inject: no fp8 on this GPU" in alone.output
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_graphs_of_torch_compile_need_a_gpu():
+    result = invoke("ltx-video", *TINY, "--config", "eager,compile+graphs", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[1]["failed"] == "CUDA graphs need a GPU"
+
+
 def test_a_configuration_that_breaks_leaves_the_others_measured_and_written(monkeypatch, tmp_path):
     kept = configs.injected
 

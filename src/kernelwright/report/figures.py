@@ -45,6 +45,12 @@ class Model:
         return max(same, key=lambda r: self.speedup(r) or 0.0, default=None)
 
     @property
+    def best_compiled(self) -> ModelRow | None:
+        """torch.compile at its best, with or without a CUDA graph."""
+        compiled = [r for r in self.rows if r.config in ("compile", "compile+graphs") and r.ms]
+        return min(compiled, key=lambda r: r.ms or 0.0, default=None)
+
+    @property
     def gain(self) -> float:
         return (self.best_exact and self.speedup(self.best_exact)) or 0.0
 

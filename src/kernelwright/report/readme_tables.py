@@ -15,6 +15,7 @@ from .videos import psnr
 
 SHOWN = {
     "compile": "torch.compile",
+    "compile+graphs": "torch.compile, graphs",
     "exact": "exact",
     "exact+graphs": "exact, graphs",
     "fused+graphs": "fused, graphs",
