@@ -54,7 +54,8 @@ def model(
         typer.Option(
             show_default=OF_ONE,
             help="What to compare, comma-separated: eager; compile, exact, fused or fp8, alone or "
-            "with +graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 "
+            "with +graphs; compile with +strict, +strict_pointwise or +strict_reduction; exact or "
+            "fused with +compile or +graphs+compile; with flash-attn-4 "
             "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
         ),
     ] = None,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..backends.torch_internals import needs_torch_ops
+from ..calibration import background
 from .fusions import Fusions
 from .graphs.capture import capturing
 from .graphs.host_reads import reading
@@ -90,6 +91,8 @@ def model_forward(
                 samples.forget()
                 check = unchanged
             result = ordered(self, *args, **kwargs)
+            if outermost and model_run.active.on_gpu and checker.numerics == "exact":
+                background.consider()
             if check():  # waiting costs nothing here: the GPU has work to do
                 return result
             result = None
