@@ -213,6 +213,36 @@ def test_the_table_splits_the_time_by_kind():
         assert cell in text
 
 
+@pytest.mark.parametrize("strict", ["strict", "strict_pointwise", "strict_reduction"])
+def test_strict_numerics_of_compile_are_a_peer_where_the_torch_has_them(monkeypatch, strict):
+    options = []
+
+    def stand_in(module, **how):
+        options.append(how["options"])
+        module._compiled_call_impl = module._call_impl
+
+    monkeypatch.setattr(nn.Module, "compile", stand_in)
+    how = {"tiny": True, "device": "cpu", "dtype": torch.float32, "seconds": 0.01}
+    config = f"compile+{strict}"
+    monkeypatch.setattr(configs, "has_compile_option", lambda name: False)
+    (row,) = bench.measure("llama-3-8b", [config], **how)
+    assert row["unavailable"]
+    assert f"has no numerics '{strict}'" in row["failed"]
+    monkeypatch.setattr(configs, "has_compile_option", lambda name: name == "numerics")
+    (row,) = bench.measure("llama-3-8b", [config], **how)
+    assert row["differing"] == 0
+    assert options
+    assert all(o == {"numerics": strict} for o in options)
+
+
+def test_the_share_of_differing_elements():
+    nan = float("nan")
+    eager = [torch.tensor([1.0, nan, 3.0, 4.0]), torch.zeros(4)]
+    assert bench.differing_share(eager, eager) == 0
+    assert bench.differing_share([torch.tensor([1.0, nan, 3.5, nan]), eager[1]], eager) == 2 / 8
+    assert bench.differing_share([torch.zeros(3), eager[1]], eager) is None
+
+
 def test_compiled_by_block_and_undone(monkeypatch):
     compiled = []
 

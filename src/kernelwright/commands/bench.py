@@ -10,6 +10,7 @@ import typer
 from .bench_generate import generate
 from .bench_loop import loop
 from .bench_ops import JsonOption, OutOption, ops
+from .bench_train import train
 from .one_line_errors import one_line_errors
 from .wide_tables import show
 
@@ -20,11 +21,12 @@ __all__ = ["JsonOption", "OutOption", "app"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure ops, models, loops, generation and videos; a wrong result is not timed.",
+    help="Measure ops, models, training, loops and generation; a wrong result is not timed.",
 )
 app.command()(ops)
 app.command()(loop)
 app.command()(generate)
+app.command()(train)
 
 
 @app.command()
@@ -52,7 +54,8 @@ def model(
         typer.Option(
             show_default=OF_ONE,
             help="What to compare, comma-separated: eager; compile, exact, fused or fp8, alone or "
-            "with +graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 "
+            "with +graphs; compile with +strict, +strict_pointwise or +strict_reduction; exact or "
+            "fused with +compile or +graphs+compile; with flash-attn-4 "
             "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
         ),
     ] = None,

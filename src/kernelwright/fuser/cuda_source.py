@@ -63,9 +63,9 @@ class _Emitter:
         values = [lowered(s.value, space) for s in self.program.stores]
         self.stores = list(zip(self.program.stores, values, strict=True))
         self.statistics = statistics_of(values)
-        order = threads_of(self.statistics, self.width, self.rows)
+        order = threads_of(self.statistics, self.width, self.rows, self.exact)
         self.orders = {
-            s: order_of(s, self.width, self.rows).norm.replace("MeanRms", "MeanSum")
+            s: order_of(s, self.width, self.rows, self.exact).norm.replace("MeanRms", "MeanSum")
             for s in self.statistics
         }
         size = min((s.dtype.itemsize for s in self.program.stores), default=4)

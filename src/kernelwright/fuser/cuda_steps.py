@@ -9,6 +9,7 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
+from ..ops import ways
 from .expression import Step
 from .lowering import PRODUCT, Lowered
 
@@ -139,9 +140,16 @@ TRUTH = frozenset(
         *("bitwise_and", "bitwise_or", "bitwise_not", "_to_copy", "clone", "where"),
     )
 )
-GELU = {"none": "GeluErf<false>", "tanh": "GeluTanh<false>"}
-
-
+# functions whose arithmetic is that of CUDA's mathematical library, by their subject in `ways`
+SUBJECTS = {
+    aten.rsqrt: "rsqrt",
+    aten.exp: "exp",
+    aten.sin: "sin",
+    aten.cos: "cos",
+    aten.tanh: "tanh",
+    aten.sigmoid: "sigmoid",
+    aten.silu: "silu",
+}
 # a step of these on 16-bit numbers has one of them as its result: there is nothing to round
 EXACT = frozenset(
     getattr(aten, name)
@@ -187,15 +195,19 @@ def _is_of_its_dtype(e: Step, dtypes: set[torch.dtype]) -> bool:
     )
 
 
-def _gelu(e: Step) -> str:
-    return GELU[dict(e.kwargs).get("approximate", "none")]
+def _gelu(e: Step, exact: bool) -> str:
+    if dict(e.kwargs).get("approximate", "none") == "none":
+        return ways.gelu_erf() if exact else "GeluErf<false>"
+    if exact:
+        ways.way("F.gelu tanh")
+    return "GeluTanh<false>"
 
 
 def form_of_table(e: Any) -> str | None:
     """What the table of a step is made with, if there is one: `Halves` of gelu/cuda.cuh."""
     if not isinstance(e, Step) or e.op is not aten.gelu.default or e.dtype != torch.bfloat16:
         return None
-    return _gelu(e) if e.args[0].dtype == torch.bfloat16 else None
+    return _gelu(e, True) if e.args[0].dtype == torch.bfloat16 else None
 
 
 def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
@@ -224,11 +236,14 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if kwargs.pop("rounding_mode", None) is not None:
         raise Unsupported(f"{e.op} with a rounding of its own")
     if packet is aten.gelu:
-        return lambda a: f"{_gelu(e)}::of({a[0]})"
+        name = _gelu(e, exact)
+        return lambda a: f"{name}::of({a[0]})"
     make = STEPS_OF_16_BITS.get(packet) if types[0] in HALVES and exact else None
     make = make or STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")
+    if exact and packet in SUBJECTS:
+        ways.way(SUBJECTS[packet])
     if packet in COMPARISONS and types[-1] is None and types[0] is not None:
         # PyTorch rounds the number to the dtype that it compares in
         border = float_literal(torch.tensor(e.args[1], dtype=types[0]).item())

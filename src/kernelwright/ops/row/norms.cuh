@@ -1,8 +1,8 @@
 // Ways to normalise a row, by the order in which the row is summed.
 //
 // Each has `measure`, which reduces the row that a thread group holds, and `apply`, which normalises
-// one element. Free orders are ours; the others repeat PyTorch's kernels step by step, and the GPU
-// tests compare them by torch.equal, so far on torch 2.11.
+// one element. Free orders are ours; the others repeat PyTorch's kernels step by step. Which of them
+// has the bits of the installed PyTorch is found by comparison: calibration/.
 #pragma once
 #include "backends/common.cuh"
 
@@ -262,6 +262,38 @@ struct TorchRms {
   template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
     float y = __fmul_rn(scale, x);
     return R::keep(weighted ? __fmul_rn(w, y) : y);
+  }
+};
+
+// F.rms_norm by QuACK's kernel, which PyTorch takes from 2.13 on where nvidia-cutlass-dsl and
+// apache-tvm-ffi are installed: vectors of 16 bytes, one accumulator by fma, shuffles, (w0 + w2) +
+// (w1 + w3); a division by a power of two is contracted with the addition of eps.
+struct QuackRms {
+  float scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    static_assert(S::THREADS <= 128);
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < S::V; i++) { const float v = x(k, i); total = __fmaf_rn(v, v, total); }
+#pragma unroll
+    for (int o = smaller(S::THREADS, 32) / 2; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
+    if constexpr (S::THREADS > 32) {
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = total;
+      __syncthreads();
+      const float* row = shared + threadIdx.x / S::THREADS * (S::THREADS / 32);
+      total = S::THREADS == 64 ? row[0] + row[1] : (row[0] + row[2]) + (row[1] + row[3]);
+    }
+    constexpr bool POWER_OF_TWO = (S::N & (S::N - 1)) == 0;
+    const float spread = POWER_OF_TWO ? __fmaf_rn(total, 1.f / S::N, eps)
+                                      : __fadd_rn(__fdiv_rn(total, float(S::N)), eps);
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(spread));
+  }
+  template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
+    const float y = __fmul_rn(x, scale);
+    return R::keep(weighted ? __fmul_rn(y, w) : y);
   }
 };
 
