@@ -2,9 +2,12 @@
 
 The order of blocks is learned while they run: a block notes what it was given and what it returned,
 and the next one finds out which of its own inputs these are. From then on a block guesses what the
-next will be given. A border between two blocks is tried before it is relied on: in `exact` each
-result has to have the bits of the block that runs alone, which first sight has compared with
-eager's. It is given up if the next block is given other tensors than was guessed.
+next will be given. A border between two blocks is tried before it is relied on: each result has to
+have the bits of the block that runs alone, which first sight has compared with eager's. It is given
+up if the next block is given other tensors than was guessed.
+
+Only in `exact`: elsewhere a program does not round what it makes on its way, so another division of
+the same work would give the first forward other bits than the second.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class Variant:
     recorded: Recorded
     layers: Mapping[str, nn.Module]  # the layer of each weight that is a matrix
     prompts: Sequence[KeptPrompt]
-    trusted: bool
+    trusted: bool = False
     refused: bool = False
     calls: int = 0  # while it was not trusted
 
@@ -142,6 +145,8 @@ class Bound:
     def __post_init__(self) -> None:
         prompts = self.prompts(self.recorded, self.layers)
         self.alone = Variant(self.recorded, self.layers, prompts, True)
+        if not self.exact:
+            self.next = "none"
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a forward, or a `str`: why the module's own has to run this time."""
@@ -304,7 +309,7 @@ class Bound:
     ) -> Variant | None:
         if border is None or ahead is None:
             assert rest is not None
-            return Variant(rest, self.layers, self.prompts(rest, self.layers), not self.exact)
+            return Variant(rest, self.layers, self.prompts(rest, self.layers))
         if capturing() or (made := border.joined(rest)) is None:
             return None
         if rest is not None:
@@ -315,7 +320,7 @@ class Bound:
         theirs = ahead.bound.layers
         layers.update({name: theirs[own] for own, name in made.names.items() if own in theirs})
         prompts = self.prompts(made.recorded, layers)
-        return Variant(made.recorded, layers, prompts, not self.exact)
+        return Variant(made.recorded, layers, prompts)
 
 
 def _may_try(module: nn.Module, variant: Variant) -> bool:
