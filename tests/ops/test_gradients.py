@@ -200,6 +200,20 @@ def test_rows_that_share_a_modulation_may_lie_apart():
 
 
 @interpreted
+def test_rows_that_are_not_there_add_nothing_without_eps():
+    """The tile of the last rows is not full: 1 / sqrt(0 + 0) of a missing row is infinite."""
+    op = registry()["qk_norm_rope"]
+
+    def arguments(inputs):
+        query, key = inputs.normal(1, 3, 1, 64), inputs.normal(1, 3, 1, 64)
+        weights = {"q_weight": inputs.weight(64), "k_weight": inputs.weight(64)}
+        plain = {"cos": None, "sin": None, "eps": 0.0, "across_heads": False, "layout": "half"}
+        return {"query": query, "key": key, **weights, **plain}
+
+    hold_gradients(op, Case("without eps", arguments), torch.float32, backend="triton")
+
+
+@interpreted
 def test_a_named_backend_that_cannot_hold_the_row_says_so():
     x = torch.randn(2, MAX_WIDTH + 1, requires_grad=True)
     with pytest.raises(
