@@ -109,9 +109,9 @@ def rope_backward_kernel(
             b_na *= b_rstd
             b_nb *= b_rstd
             if partials is not None:
-                # what lies outside of the rows was loaded as zeros
-                b_dwa += b_a * b_na
-                b_dwb += b_b * b_nb
+                # without eps the zeros of a row that is not there have an infinite rstd
+                b_dwa += tl.where(m_row, b_a * b_na, 0.0)
+                b_dwb += tl.where(m_row, b_b * b_nb, 0.0)
             if weight is not None:
                 b_a *= b_wa
                 b_b *= b_wb
