@@ -77,13 +77,14 @@ class RopeBackward:
                 n = row * rstd
             if cos is not None and {self.parts.cos, self.parts.sin} & set(wanted):
                 assert x is not None
-                z = (
-                    widen(x)
-                    if n is None
-                    else (n if weight is None else n * weight).reshape(dy.shape)
-                )
+                # sums over all heads, in float64: nobody waits for them
+                z = x.double()
+                if self.parts.norm:
+                    row = self._normed_rows(z, values)
+                    row = row / torch.sqrt(row.square().mean(-1, keepdim=True) + values["eps"])
+                    z = (row if weight is None else row * weight).reshape(dy.shape)
                 z = self._turned_rows(z, cos, values)
-                flat = self._turned_rows(dy, cos, values)
+                flat = self._turned_rows(dy.double(), cos, values)
                 d_tables.append((flat * z, flat * turned(z, values["layout"])))
             if n is not None and rstd is not None:
                 d_row = self._normed_rows(dz, values)

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 
 @triton.jit
+def mean(b, N: tl.constexpr):
+    """The mean of each row. The division is rounded correctly: rows of one value have no deviation,
+    and the usual one leaves some."""
+    b_sum = tl.sum(b, 1)
+    return tl.div_rn(b_sum, tl.zeros_like(b_sum) + N)
+
+
+@triton.jit
 def keep(part, b, row_out, i_row, m, o_n, N: tl.constexpr, SLOT: tl.constexpr):
     """Add a row's contribution to its sum, or store it where no other row shares it."""
     if row_out is not None:
@@ -154,11 +162,11 @@ def row_backward_kernel(
             )
             b_o = operand(out_gate, o, o_n, m, 1.0)
             if NORM == "layer":
-                b_n = tl.where(m, b_n - (tl.sum(b_n, 1) / N)[:, None], 0.0)
+                b_n = tl.where(m, b_n - mean(b_n, N)[:, None], 0.0)
                 # the deviations sum to the rounding error of the mean: subtract it
-                b_n = tl.where(m, b_n - (tl.sum(b_n, 1) / N)[:, None], 0.0)
+                b_n = tl.where(m, b_n - mean(b_n, N)[:, None], 0.0)
             if NORM != "none":
-                b_mean = tl.sum(b_n * b_n, 1) / N + eps
+                b_mean = mean(b_n * b_n, N) + eps
                 # one value per row, so correct rounding is cheap
                 b_rstd = tl.div_rn(1.0 + 0.0 * b_mean, tl.sqrt_rn(b_mean))[:, None]
                 b_n *= b_rstd
@@ -175,9 +183,9 @@ def row_backward_kernel(
             b_dw = keep(b_dw, b_da * b_n, None, i_row, m, o_n, N, WEIGHT)
             b_dn = b_da * b_w
             if NORM != "none":
-                b_along = (tl.sum(b_dn * b_n, 1) / N)[:, None]
+                b_along = mean(b_dn * b_n, N)[:, None]
                 if NORM == "layer":
-                    b_dn -= (tl.sum(tl.where(m, b_dn, 0.0), 1) / N)[:, None]
+                    b_dn -= mean(tl.where(m, b_dn, 0.0), N)[:, None]
                 b_dn = (b_dn - b_n * b_along) * b_rstd
             b_ds += b_dn
         if dsum is not None:
