@@ -10,6 +10,7 @@ import typer
 from .bench_generate import generate
 from .bench_loop import loop
 from .bench_ops import JsonOption, OutOption, ops
+from .bench_train import train
 from .one_line_errors import one_line_errors
 from .wide_tables import show
 
@@ -20,11 +21,12 @@ __all__ = ["JsonOption", "OutOption", "app"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure ops, models, loops, generation and videos; a wrong result is not timed.",
+    help="Measure ops, models, training, loops and generation; a wrong result is not timed.",
 )
 app.command()(ops)
 app.command()(loop)
 app.command()(generate)
+app.command()(train)
 
 
 @app.command()

@@ -100,9 +100,13 @@ def model_forward(
             return ordered(self, *args, **kwargs)
 
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if chain is None:
+        if chain is not None:
+            blocks, key = chain(self), number_of(signature(args, kwargs))
+        elif model_run.is_outermost(self):
+            blocks, key = (), None  # recorded blocks learn their order
+        else:
             return runs_as(self, *args, **kwargs)
-        with work_ahead.chain(chain(self), number_of(signature(args, kwargs))):
+        with work_ahead.chain(blocks, key):
             return runs_as(self, *args, **kwargs)
 
     forward.fused = getattr(inner, "fused", None)  # type: ignore[attr-defined]

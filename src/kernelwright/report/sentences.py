@@ -43,6 +43,9 @@ def _failed(device: Device) -> Iterator[str]:
     for model in device.models:
         wrong = (r for r in model.rows if r.failed and not r.unavailable)
         yield from (f"{r.workload.model} {r.config}" for r in wrong)
+    for training in device.training:
+        failed = (t for t in training.rows if t.failed and not t.unavailable)
+        yield from (f"training {t.workload.model} {t.config}" for t in failed)
     for video in device.videos:
         yield from (f"{r.workload.model} {r.config}" for r in video.rows if r.failed)
     yield from (f"{row.op} {row.case}" for row in device.ops if row.failed)

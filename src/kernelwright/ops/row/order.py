@@ -114,7 +114,7 @@ def aten_order(width: int, norm: str, room: int) -> Order:
     if norm == "TorchLayer" and width % 128 and width != 64:
         # seen on H200: a few elements in a hundred differ in float32 at width 96
         raise Unsupported(f"F.layer_norm fills its warps unevenly at width {width}")
-    if norm == "TorchRms" and width in (64, 128) and room >= 8:
+    if width in (64, 128) and room >= 8:
         return Order(norm, width // 8, 8)
     if vectors <= 32:
         return Order(norm, max(8, _power_of_two(2 * vectors - 1)), 4)
