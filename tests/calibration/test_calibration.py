@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from fake_pytorch import reversed_tree, sums_as, sums_by
 from typer.testing import CliRunner
 
+import kernelwright as kw
+from kernelwright import models
 from kernelwright.backends import HOPPER, Unsupported
 from kernelwright.backends.cache import KernelCache
 from kernelwright.bench.exactness import planned
@@ -16,6 +18,7 @@ from kernelwright.calibration import background, calibrate, dependents, finder, 
 from kernelwright.calibration.calibrate import _sum
 from kernelwright.calibration.trees import tree_of
 from kernelwright.cli import app
+from kernelwright.inject.runtime import model_run
 from kernelwright.ops import ways
 from kernelwright.ops.op import registry
 
@@ -245,3 +248,18 @@ def test_what_another_process_found_is_read_once_a_gpu_is_in_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(Unsupported, match="exp of torch"):
         ways.way("exp")
+
+
+@pytest.mark.parametrize(("numerics", "times"), [("exact", 2), ("fused", 0)])
+def test_a_forward_of_an_exact_model_on_a_gpu_considers_it(monkeypatch, numerics, times):
+    considered = []
+    monkeypatch.setattr(background, "consider", lambda: considered.append(1))
+    model = models.build("llama-3-8b", tiny=True, device="cpu", dtype=torch.float32)
+    inputs = models.inputs("llama-3-8b", tiny=True, device="cpu", dtype=torch.float32)
+    with torch.no_grad(), kw.injected(model, numerics=numerics):
+        model(**inputs)
+        assert considered == []  # there is no GPU
+        monkeypatch.setattr(model_run, "device_type", lambda args, kwargs: "cuda")
+        model(**inputs)
+        model(**inputs)
+    assert len(considered) == times
