@@ -25,6 +25,7 @@ from .report.record import Line
 from .report.report import Report
 from .runtime import forwards, work_ahead
 from .state.tensor_samples import TensorSamples
+from .training.blocks import Training
 from .verify.first_sight import Checker
 
 if TYPE_CHECKING:
@@ -103,9 +104,12 @@ class _Plan:
         )
         self.checker.changed = self.fusions.forget_norms
         self.injection = Injection(ref(part.model), self.checker)
+        self.training = Training(self.checker, self.fusions.programs.fell_back)
+        self.checker.training = self.training
         self.lines: Counter[Line] = Counter()
         # recording and compiling pay off where a block runs at every step, not once per picture
         self.blocks = set(blocks(part.model)) if part.denoises else set()
+        self.training.blocks.update(self.blocks)
 
     def make(self) -> Injection:
         self._replace_modules()
