@@ -19,8 +19,16 @@ import torch
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
 from ..ops.row.order import free_threads, mean_order
-from .cuda_steps import computed_type, float_literal, normed, number, step_maker, type_name
-from .expression import Choice, Load
+from .cuda_steps import (
+    GRADIENTS,
+    computed_type,
+    float_literal,
+    normed,
+    number,
+    step_maker,
+    type_name,
+)
+from .expression import Choice, Load, Step, walk
 from .index import Space
 from .lowering import COMPLEX, Lowered, Normed, Shape, Statistics, lowered, operands
 from .program import Program, Store
@@ -197,6 +205,7 @@ class _Emitter:
         lines = [
             '#include "ops/row/norms.cuh"',
             '#include "ops/gelu/cuda.cuh"',
+            *(['#include "fuser/gradients.cuh"'] if self._has_gradients() else []),
             "using namespace kernelwright;",
             "@STRUCT@",
             f'extern "C" __global__ void __launch_bounds__({block})',
@@ -233,6 +242,10 @@ class _Emitter:
                     f"  __shared__ float {scratch_name(n)}[Scratch<{n}, S, {block}>::FLOATS];"
                 )
         return lines
+
+    def _has_gradients(self) -> bool:
+        steps = (e for e in walk(*(s.value for s in self.program.stores)) if isinstance(e, Step))
+        return any(getattr(e.op, "overloadpacket", e.op) in GRADIENTS for e in steps)
 
     _orders: dict[Statistics, str] = field(default_factory=dict)
 
@@ -301,6 +314,9 @@ class _Emitter:
             factor = mean_order(self.width, self.rows, self.V).factor
             total = f"{order}::template of<S>({get}, {scratch_name(order)})"
             return [f"  const float {name} = __fmul_rn({total}, {float_literal(factor)});"]
+        if s.op is aten.sum.dim_IntList:
+            total = f"{order}::template of<S>({get}, {scratch_name(order)})"
+            return [f"  const float {name} = {total};"]
         eps = s.args[0]
         if eps is None:
             eps = torch.finfo(s.dtype).eps

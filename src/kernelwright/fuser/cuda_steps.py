@@ -66,6 +66,8 @@ def _both(sign: str) -> Callable[..., str]:
 
 def _power(a: str, exponent: Any) -> str:
     value = float(exponent.rstrip("f"))
+    if value == 1:
+        return a
     if value == 2:
         return f"__fmul_rn({a}, {a})"
     if value == 0.5:
@@ -91,6 +93,7 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.tanh: lambda a: f"tanhf({a})",
     aten.sigmoid: lambda a: f"logistic<false>(1.f, {a})",
     aten.silu: lambda a: f"logistic<false>({a}, {a})",
+    aten.silu_backward: lambda a, b: f"silu_backward({a}, {b})",
     aten.relu: lambda a: f"({a} <= 0.f ? 0.f : {a})",
     aten.abs: lambda a: f"fabsf({a})",
     aten.where: lambda c, a, b: f"({c} != 0.f ? {a} : {b})",
@@ -133,6 +136,9 @@ TRUTH = frozenset(
     )
 )
 GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
+GELU_BACKWARD = {"none": "gelu_erf_backward", "tanh": "gelu_tanh_backward"}
+# those of fuser/gradients.cuh
+GRADIENTS = frozenset((aten.silu_backward, aten.gelu_backward))
 
 
 def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
@@ -163,6 +169,16 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if packet is aten.gelu:
         name = GELU[kwargs.get("approximate", "none")]
         return lambda a: _rounded(f"{name}({a[0]})", e.dtype, exact)
+    if packet is aten.gelu_backward:
+        name = GELU_BACKWARD[kwargs.get("approximate", "none")]
+        return lambda a: _rounded(f"{name}({a[0]}, {a[1]})", e.dtype, exact)
+    if packet is aten.pow and e.args[1] == 3:
+        # two products, each rounded to the dtype
+        return lambda a: _rounded(
+            f"__fmul_rn({_rounded(f'__fmul_rn({a[0]}, {a[0]})', e.dtype, exact)}, {a[0]})",
+            e.dtype,
+            exact,
+        )
     make = STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")

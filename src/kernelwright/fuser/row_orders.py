@@ -34,9 +34,9 @@ def threads_of(statistics: list[Statistics], width: int, rows: int) -> RowThread
 
 def order_of(s: Statistics, width: int, rows: int) -> Any:
     room = 8
-    if s.op is aten.mean.dim:
+    if s.op in (aten.mean.dim, aten.sum.dim_IntList):  # which differ by a factor alone
         if s.dtype != torch.float32:
-            raise Unsupported(f"at::mean of {s.dtype}")
+            raise Unsupported(f"{s.op} of {s.dtype}")
         return mean_order(width, rows, room)
     if s.op is RMS_NORM:
         return torch_order(width, "TorchRms", room)
