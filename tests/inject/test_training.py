@@ -34,7 +34,8 @@ def test_gradients_are_eagers(numerics, dtype):
     report = check(model().to(dtype), data(dtype=dtype), numerics=numerics)
     lines = [line for line in report.gradients if "Block" in line]
     # of the last block's text nobody wants a gradient: it is prepared twice
-    assert len(lines) == 2 and all(PROGRAMS in line for line in lines)
+    assert len(lines) == 2
+    assert all(PROGRAMS in line for line in lines)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -309,10 +309,20 @@ def _of_part(builder: Builder, node: fx.Node, index: Index) -> Expression:
     """slice_backward: the gradient of a part, among zeros."""
     part, shape, dim, start, _, step = node.args
     dim %= len(index)
-    if step != 1:
-        raise CannotIndex("the gradient of every other element")
     start = start_of(start, shape[dim])
-    return _among_zeros(builder, node, index, dim, start, partial(builder.at, part))
+    if step == 1:
+        return _among_zeros(builder, node, index, dim, start, partial(builder.at, part))
+    if start >= step or start + shape_of(part)[dim] * step < shape[dim]:
+        raise CannotIndex("a part that ends before its tensor does")
+    quotient, remainder = builder.space.divided(index[dim], step)
+
+    def every(at: Index) -> Expression:
+        return builder.at(part, (*at[:dim], quotient, *at[dim + 1 :]))
+
+    zero = partial(_zero, builder, node)
+    pieces: list[Piece] = [(v, v + 1, every if v == start else zero) for v in range(step)]
+    inside = (*index[:dim], remainder, *index[dim + 1 :])
+    return _piece(builder, inside, dim, pieces, node.meta["val"].dtype)
 
 
 def _of_one(builder: Builder, node: fx.Node, index: Index) -> Expression:

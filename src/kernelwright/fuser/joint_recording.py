@@ -39,7 +39,7 @@ class Joint:
 
     graph: fx.Graph
     weights: tuple[str, ...]  # names of the parameters and buffers that come first
-    returns: Any  # the structure of the results
+    returns: Returned
     results: int  # how many results there are: the first outputs of the graph
     # results that are an input as it was given, by number, and the number of that input
     handed_on: dict[int, int]
@@ -70,18 +70,42 @@ class Call:
         wanted = [t.requires_grad for t in tensors]
         return Call(leaves, structure, positions, list(weights), wanted), tensors
 
-    def forward(self, module: nn.Module, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """The results for these tensors, and their structure."""
+    def forward(
+        self, module: nn.Module, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Returned]:
+        """The results for these tensors, and what the forward returns of them."""
         count = len(self.names)
         named = dict(zip(self.names, tensors[:count], strict=True))
         given = list(self.leaves)
         for place, tensor in zip(self.positions, tensors[count:], strict=True):
             given[place] = tensor
         a, k = pytree.tree_unflatten(given, self.structure)
-        outputs, structure = pytree.tree_flatten(torch.func.functional_call(module, named, a, k))
-        if not all(isinstance(o, Tensor) for o in outputs):
+        result = torch.func.functional_call(module, named, a, k)
+        outputs, structure = pytree.tree_flatten(result)
+        return [o for o in outputs if isinstance(o, Tensor)], Returned.of(outputs, structure)
+
+
+@dataclass
+class Returned:
+    """What a forward returns, without its tensors."""
+
+    leaves: list[Any]
+    structure: Any
+    positions: list[int]  # of the tensors among the leaves
+
+    @staticmethod
+    def of(leaves: Sequence[Any], structure: Any) -> Returned:
+        positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        others = [None if isinstance(x, Tensor) else x for x in leaves]
+        if not all(x is None or isinstance(x, bool | int | float | str) for x in others):
             raise CannotRecord("a result that is no tensor")
-        return outputs, structure
+        return Returned(others, structure, positions)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.positions, tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self.structure)
 
 
 @dataclass
@@ -89,7 +113,7 @@ class Differentiated:
     """Results of a forward with what autograd hands to its leaves, in the order of that."""
 
     outputs: list[Tensor]
-    structure: Any
+    returns: Returned
     handed_on: dict[int, int]
     contributions: list[tuple[int, Tensor]]
 
@@ -107,7 +131,7 @@ def differentiate(
             t.detach().requires_grad_() if wanted else t
             for t, wanted in zip(tensors, call.wanted, strict=True)
         ]
-        outputs, structure = call.forward(module, leaves)
+        outputs, returns = call.forward(module, leaves)
         numbers = {id(t): i for i, t in enumerate(leaves)}
         handed_on = {i: numbers[id(o)] for i, o in enumerate(outputs) if id(o) in numbers}
         pairs = [(o, g) for o, g in zip(outputs, gradients(outputs), strict=True) if g is not None]
@@ -123,7 +147,7 @@ def differentiate(
                 [g for _, g in pairs],
                 allow_unused=True,
             )
-    return Differentiated([o.detach() for o in outputs], structure, handed_on, found)
+    return Differentiated([o.detach() for o in outputs], returns, handed_on, found)
 
 
 def rehearse_forward(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> None:
@@ -161,7 +185,7 @@ def record_joint(
     return Joint(
         traced.graph,
         tuple(call.names),
-        found.structure,
+        found.returns,
         len(found.outputs),
         found.handed_on,
         tuple(used),
@@ -215,12 +239,19 @@ def _why_not(node: fx.Node) -> str | None:
         return f"random numbers ({node.target})"
     if getattr(node.target, "namespace", "").endswith(COLLECTIVES):
         return f"it exchanges tensors with other processes ({node.target})"
-    if torch.Tag.dynamic_output_shape in tags:
+    if torch.Tag.dynamic_output_shape in tags and not _by_numbers(node):
         return f"a shape that depends on values ({node.target})"
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         return f"it writes to a tensor ({kind})"
     return None
+
+
+def _by_numbers(node: fx.Node) -> bool:
+    """Whether a node takes elements by their positions, not by truth values."""
+    if packet(node) is not aten.index:
+        return False
+    return all(i is None or i.meta["val"].dtype != torch.bool for i in node.args[1])
 
 
 def _without_dropout(node: fx.Node) -> bool:

@@ -109,7 +109,7 @@ class _Plan:
         self.lines: Counter[Line] = Counter()
         # recording and compiling pay off where a block runs at every step, not once per picture
         self.blocks = set(blocks(part.model)) if part.denoises else set()
-        self.training.blocks.update(self.blocks)
+        self.training.kinds = tuple({type(block) for block in self.blocks})
 
     def make(self) -> Injection:
         self._replace_modules()

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
 
-from ...backends.torch_internals import pytree
 from ...fuser import planning
 from ...fuser.joint_recording import Call, Joint, differentiate
 from ...fuser.launching import Kernels
@@ -90,7 +88,6 @@ class BlockPrograms:
     backward: Half
     differentiable: tuple[int, ...]  # numbers of the results that have a gradient
     layouts: Layouts  # of the gradients that the backward was recorded with
-    result: Callable[[list[Any]], Any]  # from results to what the forward returns
 
     @staticmethod
     def of(
@@ -105,10 +102,7 @@ class BlockPrograms:
         parted = part(joint)
         forward = Half(f"{kind}'s forward", parted.forward, device, fell_back)
         backward = Half(f"{kind}'s backward", parted.backward, device, fell_back)
-        result = partial(pytree.tree_unflatten, treespec=joint.returns)
-        return BlockPrograms(
-            kind, joint, parted, forward, backward, tuple(differentiable), layouts, result
-        )
+        return BlockPrograms(kind, joint, parted, forward, backward, tuple(differentiable), layouts)
 
     @property
     def ops(self) -> int:
@@ -173,7 +167,7 @@ class BoundBlock:
             inputs[joint.handed_on[i]] if i in joint.handed_on else next(made)
             for i in range(joint.results)
         ]
-        return self.programs.result(results)
+        return joint.returns(results)
 
     def by_autograd(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Training:
 
     findings: Findings
     fell_back: Counter[tuple[str, str]]
-    blocks: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    kinds: tuple[type[nn.Module], ...] = ()  # classes of blocks
     _known: WeakKeyDictionary[nn.Module, _Block] = field(default_factory=WeakKeyDictionary)
     _shared: dict[Any, BlockPrograms | str] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Training:
         return found(args, kwargs)
 
     def _why_not_now(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
-        if module not in self.blocks:
+        if not isinstance(module, self.kinds):
             return NO_BACKWARD
         if any_autocast():
             return f"{EAGER}: autocast"
