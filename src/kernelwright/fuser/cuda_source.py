@@ -403,7 +403,10 @@ class _Emitter:
         for lane in lanes:
             key = "single", access.number, lane
             if key not in self.vectors:
-                name = self.vectors[key] = f"x{access.number}_{len(self.vectors)}"
+                # what is the same along a row is declared for all levels
+                of_row = into is self.scalars
+                number = f"row{next(self.numbers)}" if of_row else f"{len(self.vectors)}"
+                name = self.vectors[key] = f"x{access.number}_{number}"
                 value = f"widen(p{access.number}[{offset} + {lane}])"
                 kind = computed_type(e.dtype)
                 if e.dtype not in TYPES:
