@@ -81,7 +81,7 @@ class Trial:
         with set_mode(off=off, eager=False):
             same = bool(off) and self._same(bound, expected, known)
         if not same:
-            return f"its gradients {DIFFERS}"
+            return f"a gradient {DIFFERS}"
         bound.off = off
         return None
 
