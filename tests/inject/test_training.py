@@ -287,3 +287,10 @@ def test_checkpointing_of_libraries(name):
     for _ in range(2):
         assert differing(gradients(ours, inputs), gradients(eager, inputs)) == []
     assert any("backward" in line and "kernels" in line for line in report.gradients), report
+
+
+def test_adapters_that_scale_the_weight_itself():
+    """DoRA: the norm of each row of a weight is trained as well."""
+    trained = with_lora(model(layers=2), "q", "up", use_dora=True, init_lora_weights=False)
+    inputs = {n: t.detach() for n, t in data().items()}
+    assert runs_as_programs(check(trained, inputs))

@@ -75,14 +75,27 @@ class Call:
     ) -> tuple[list[Tensor], Returned]:
         """The results for these tensors, and what the forward returns of them."""
         count = len(self.names)
-        named = dict(zip(self.names, tensors[:count], strict=True))
+        names = [f"module.{name}" for name in self.names]
+        named = dict(zip(names, tensors[:count], strict=True))
         given = list(self.leaves)
         for place, tensor in zip(self.positions, tensors[count:], strict=True):
             given[place] = tensor
         a, k = pytree.tree_unflatten(given, self.structure)
-        result = torch.func.functional_call(module, named, a, k)
+        result = torch.func.functional_call(_Forward(module), named, a, k)
         outputs, structure = pytree.tree_flatten(result)
         return [o for o in outputs if isinstance(o, Tensor)], Returned.of(outputs, structure)
+
+
+class _Forward(nn.Module):
+    """Calls the forward of a module rather than the module, whose class may call it otherwise:
+    transformers' layers do for checkpointing, which is around what is recorded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
 
 
 @dataclass
