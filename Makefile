@@ -1,5 +1,7 @@
 # make demo   frames of a tiny LTX-Video, before and after injection
 # make test   lint and tests
+# make test-torch TORCH=2.11.0  tests of ops and injection with another PyTorch, in a .venv of its own;
+#             not part of make test
 # make mutants  small changes of the code that no test notices; some minutes, not part of make test
 # make docs   the tables and the picture of README.md and docs/, and the site in build/site
 # all set up .venv on their first run; PYTHON=python3.12 picks another interpreter
@@ -10,7 +12,11 @@ READY := .venv/ready
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint pytest mutants format docs clean
+# of make test-torch
+OTHER := .venv-torch-$(TORCH)
+TESTS ?= tests/ops tests/inject tests/calibration
+
+.PHONY: demo test lint pytest test-torch mutants format docs clean
 
 demo: $(READY)
 	$(BIN)/kernelwright demo --save build/demo.png
@@ -25,6 +31,10 @@ lint: $(READY)
 pytest: $(READY)
 	tests/get_chromium.sh .venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-torch: $(OTHER)/ready
+	$(OTHER)/bin/python -c 'import torch; print("PyTorch", torch.__version__)'
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants.py
@@ -55,5 +65,16 @@ endif
 	$(BIN)/pip install -q -c .venv/constraints.txt -e '.[cuda,models,video,dev]'
 	touch $@
 
+# the cpu build if its index answers; else that of PyPI, with its own triton and cuda wheels
+$(OTHER)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -Ev '^(torch==|triton|cuda-|nvidia-)' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt "torch==$(TORCH)+cpu" \
+	|| $(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt --extra-index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu" \
+	|| $(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt "torch==$(TORCH)"
+	echo "torch==$(TORCH)" >> $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt -e '.[cuda,models,video,dev]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache

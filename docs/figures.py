@@ -13,6 +13,7 @@ from kernelwright.report.markup import Html, joined, tag
 from kernelwright.report.png import COLOURS
 from kernelwright.report.reading import Results, read
 from kernelwright.report.rows import OpRow, Workload
+from kernelwright.report.training import HEAD, figures
 
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif"
 LABEL, BAR, WIDTH, TOP, LINE = 236, 330, 760, 64, 42
@@ -189,6 +190,19 @@ def hub_calls(results: Path) -> str:
         cells = [f"{row['host_us'][way]:.1f}" for way in ways]
         lines.append(f"| `{row['op']}` {row['case']} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", _about([file])])
+
+
+def training(results: Path) -> str:
+    """One training step of each configuration, once there are results of them."""
+    folder = results / "training"
+    if not folder.exists():
+        return "None has been recorded yet."
+    files, device = _device(folder)
+    lines = [f"| one step | {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 1)]
+    for model in device.training:
+        for row in model.rows:
+            lines.append(f"| `{model.title}` | {' | '.join(figures(model, row))} |")
+    return "\n".join((*lines, "", _about(files)))
 
 
 def generations(results: Path) -> str:

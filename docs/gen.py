@@ -26,6 +26,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "exactness": figures.exactness,
     "first-results": figures.first_results,
     "generations": figures.generations,
+    "training": figures.training,
     "goals": goals.goals,
     "numerics": goals.numerics,
     "splits": goals.splits,

@@ -19,8 +19,8 @@ FILE = ROOT / "docs" / "programs.json"
 
 @dataclass(frozen=True)
 class Row:
-    """A class of blocks of a model: how many ops became how many kernels, and what stays
-    PyTorch's, or why all of it does."""
+    """A class of blocks of a model: how many ops became how many kernels, how many those are of a
+    block between two others, and what stays PyTorch's, or why all of it does."""
 
     model: str
     block: str
@@ -28,6 +28,7 @@ class Row:
     kernels: int = 0
     left: dict[str, int] | None = None
     why: str | None = None
+    between: int | None = None
 
 
 def rows() -> list[Row]:
@@ -36,28 +37,33 @@ def rows() -> list[Row]:
 
 def programs(results: Path) -> str:
     """One line a class of blocks."""
-    lines = ["| model | block | ops → kernels | stays PyTorch's |", "|---|---|---|---|"]
+    lines = [
+        "| model | block | ops → kernels | between two | stays PyTorch's |",
+        "|---|---|---|---|---|",
+    ]
     before = None
     for row in rows():
         model = "" if row.model == before else f"`{row.model}`"
         before = row.model
         became = f"{row.ops} → {row.kernels}" if row.why is None else "–"
+        between = "" if row.between is None else str(row.between)
         stays = row.why or ", ".join(f"{n} {op}" for op, n in (row.left or {}).items())
-        lines.append(f"| {model} | `{row.block}` | {became} | {stays} |")
+        lines.append(f"| {model} | `{row.block}` | {became} | {between} | {stays} |")
     return "\n".join(lines)
 
 
 def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
     """The rows of one model. Its blocks are recorded with the inputs that it gives them."""
     from kernelwright.fuser import planning, recording
-    from kernelwright.fuser.block_calls import block_calls
+    from kernelwright.fuser.block_calls import calls_in_a_row
     from kernelwright.fuser.index import CannotIndex
     from kernelwright.fuser.program import Program
     from kernelwright.fuser.readable import short_counts
     from kernelwright.inject.reuse.recordable import little_to_gain, unknown_constant
     from kernelwright.inject.runtime.input_key import has_state
 
-    for kind, (block, args, kwargs) in sorted(block_calls(model, inputs).items()):
+    for kind, calls in sorted(calls_in_a_row(model, inputs).items()):
+        block, args, kwargs, _ = calls[0]
         if has_state(args, kwargs):
             yield Row(name, kind, why="an input that it may write to")
             continue
@@ -73,7 +79,35 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
         if why := little_to_gain(plan.ops, kernels):
             yield Row(name, kind, why=why)
             continue
-        yield Row(name, kind, plan.ops, kernels, short_counts(plan.left))
+        between = kernels_between(calls, made, plan)
+        yield Row(name, kind, plan.ops, kernels, short_counts(plan.left), between=between)
+
+
+def kernels_between(calls: Any, made: Any, plan: Any) -> int | None:
+    """The kernels of the first block of a class if it runs between two others; None if not fewer.
+    The second is recorded as it runs after the first."""
+    from kernelwright.backends.torch_internals import pytree
+    from kernelwright.fuser import across_blocks, planning, recording
+    from kernelwright.fuser.program import Program
+
+    if len(calls) < 2:
+        return None
+    (_, args, kwargs, result), (block, *given, _) = calls
+    after = recording.record(block, *given)
+    if len(after.paths) != len(made.paths):  # it is given more than the first
+        return None
+    results = pytree.tree_leaves(result)
+    known = {id(t): i for i, t in enumerate((*results, *made.given(args, kwargs)))}
+    sources = tuple(known.get(id(t)) for t in after.given(*given))
+    found = planning.plan(after)
+    head = across_blocks.head_of(after, found, sources, len(results))
+    own = across_blocks.head_of(made, plan, sources, len(results))
+    if head is None or own is None:
+        return None
+    rest = across_blocks.rest_of(made, own)
+    both = planning.plan(across_blocks.joined(rest, after, head, sources).recording)
+    count = sum(isinstance(step, Program) for step in both.steps)
+    return count if count < sum(isinstance(step, Program) for step in plan.steps) else None
 
 
 def record() -> list[Row]:
@@ -82,7 +116,8 @@ def record() -> list[Row]:
     from inject.small_models import language_models, transformers
 
     found: list[Row] = []
-    for name, (model, inputs) in (*transformers(), *language_models()):
+    # of each class of blocks the second, too: what one does for the next is counted
+    for name, (model, inputs) in (*transformers(layers=2), *language_models(layers=2)):
         found += recorded(name, model, inputs)
     return found
 

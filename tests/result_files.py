@@ -31,6 +31,17 @@ def model_row(config, ms=100.0, **more):
 MODELS = (model_row("eager"), model_row("exact", 80.0), model_row("compile", 90.0, equal=False))
 
 
+def training_row(config, ms=200.0, **more):
+    row = WORKLOAD | {"lora": 64, "checkpointing": False, "attention": "default", "config": config}
+    same = 448 if config in ("eager", "exact") else 0
+    row |= {"ms": ms, "first_s": 1.0, "peak_gib": 9.0, "error": 0.01, "gradients": 448}
+    row |= {"gradients_equal": same, "gradients_repeated": 448, "losses": 20}
+    return row | {"losses_equal": 20 if same else 1, "losses_repeated": 20} | more
+
+
+TRAINING = (training_row("eager"), training_row("exact", 125.0), training_row("compile", 96.0))
+
+
 def op_row(**more):
     gpu = {"eager": 80.0, "triton": 15.0, "exact:torch": 17.0, "exact:wan": 16.0, "compile": 20.0}
     row = {"op": "rmsnorm", "case": "ltx 2x2688x2048", "dtype": "bfloat16", "chosen": "triton"}

@@ -102,6 +102,13 @@ def test_a_configuration_that_cannot_be_had_says_why_and_is_no_failure(monkeypat
     assert "ltx-video fp8: inject: no fp8 on this GPU" in alone.output
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_graphs_of_torch_compile_need_a_gpu():
+    result = invoke("ltx-video", *TINY, "--config", "eager,compile+graphs", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[1]["failed"] == "CUDA graphs need a GPU"
+
+
 def test_a_configuration_that_breaks_leaves_the_others_measured_and_written(monkeypatch, tmp_path):
     kept = configs.injected
 
@@ -204,6 +211,36 @@ def test_the_table_splits_the_time_by_kind():
     text = console.export_text()
     for cell in ("cold s", "9.2", "warm s", "4.5", "GiB", "24.0", "GEMM", "78.7", "other", "53.1"):
         assert cell in text
+
+
+@pytest.mark.parametrize("strict", ["strict", "strict_pointwise", "strict_reduction"])
+def test_strict_numerics_of_compile_are_a_peer_where_the_torch_has_them(monkeypatch, strict):
+    options = []
+
+    def stand_in(module, **how):
+        options.append(how["options"])
+        module._compiled_call_impl = module._call_impl
+
+    monkeypatch.setattr(nn.Module, "compile", stand_in)
+    how = {"tiny": True, "device": "cpu", "dtype": torch.float32, "seconds": 0.01}
+    config = f"compile+{strict}"
+    monkeypatch.setattr(configs, "has_compile_option", lambda name: False)
+    (row,) = bench.measure("llama-3-8b", [config], **how)
+    assert row["unavailable"]
+    assert f"has no numerics '{strict}'" in row["failed"]
+    monkeypatch.setattr(configs, "has_compile_option", lambda name: name == "numerics")
+    (row,) = bench.measure("llama-3-8b", [config], **how)
+    assert row["differing"] == 0
+    assert options
+    assert all(o == {"numerics": strict} for o in options)
+
+
+def test_the_share_of_differing_elements():
+    nan = float("nan")
+    eager = [torch.tensor([1.0, nan, 3.0, 4.0]), torch.zeros(4)]
+    assert bench.differing_share(eager, eager) == 0
+    assert bench.differing_share([torch.tensor([1.0, nan, 3.5, nan]), eager[1]], eager) == 2 / 8
+    assert bench.differing_share([torch.zeros(3), eager[1]], eager) is None
 
 
 def test_compiled_by_block_and_undone(monkeypatch):

@@ -15,7 +15,7 @@ HEAVY = ("triton", "diffusers", "transformers", "cuda", "typer", "rich", "matplo
 # The parts of kernelwright: each may import those before it. "kernelwright" is its __init__.py.
 PARTS = (
     *("errors", "gpus", "library_internals", "place", "progress"),
-    *("backends", "ops", "catalog", "fuser", "inject", "models"),
+    *("backends", "ops", "catalog", "fuser", "calibration", "inject", "models"),
     *("measure", "profiling", "bench", "checking", "hub", "kernelwright"),
     *("doctor", "video", "report", "demo", "scaffold", "skill", "commands", "cli", "__main__"),
     *("skill.scripts", "ltx_kernels"),

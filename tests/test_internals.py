@@ -371,3 +371,32 @@ def test_outputs_that_transformers_collects():
     kept = [h for m in model.modules() for h in m._forward_hooks.values()]
     assert kept
     assert all(map(libraries.collects_outputs, kept))
+
+
+def test_static_caches():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=8)
+    cache = transformers.StaticCache(config=config, max_cache_len=4)
+    assert libraries.is_kv_cache(cache)
+    assert not libraries.is_kv_cache({})
+    layers = libraries.static_cache_layers(cache)
+    assert not layers[0].is_initialized
+    layers[0].update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+    assert layers[0].is_initialized
+    assert layers[0].cumulative_length == 3
+    assert layers[0].keys.shape == layers[0].values.shape == (1, 2, 4, 4)
+    assert libraries.static_cache_layers(transformers.DynamicCache()) is None
+
+
+def test_sliding_windows_count_in_python():
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    layer = StaticSlidingWindowLayer(max_cache_len=8, sliding_window=4)
+    layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+    assert layer.cumulative_length_int == 3
+    assert layer.max_cache_len == 4
+
+
+def test_generate_asks_whether_to_compile():
+    transformers = pytest.importorskip("transformers")
+    assert callable(transformers.GenerationMixin._valid_auto_compile_criteria)

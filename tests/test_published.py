@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from result_files import MODELS, VIDEOS, model_row, write_results
+from result_files import MODELS, VIDEOS, exact_row, model_row, write_results
 
 from kernelwright.errors import BadSetting
 from kernelwright.measure import results
@@ -45,6 +45,25 @@ def test_videos_have_a_table_too(tmp_path):
     title = "ltx-video 49f 768×512, 30 steps"
     assert f"| {title} | exact+graphs | 2.0 | 46.7 | 40.8 | 1.50× | same bits |" in path.read_text()
     assert f"| {title} | compile | 2.4 | 60.0 | 49.0 | 1.25× | 38.2 dB |" in path.read_text()
+
+
+def test_what_was_seen_of_each_pytorch_has_a_line(tmp_path):
+    folder = tmp_path / "results" / "h200"
+    write_results(folder, "exact", exact_row(elements=3_000_000), exact_row(elements=1_000_000))
+    write_results(folder / "models", "models", model_row("exact", 80.0), model_row("compile"))
+    row = {"compared": 2_000_000, "differing": 0, "packages": ["nvidia-cutlass-dsl 4.8.0"]}
+    calibrated = [
+        row | {"subject": "F.rms_norm", "way": "QuACK"},
+        row | {"subject": "silu", "way": "ATen"},
+        row | {"subject": "exp", "way": None, "differing": 7},
+    ]
+    write_results(folder, "calibration", *calibrated, torch="2.15.0")
+    path = readme(tmp_path, "pytorch")
+    readme_tables.update(path, tmp_path / "results")
+    text = path.read_text()
+    assert "| 2.11.0 | NVIDIA H200 | 4 million | 0 | 1 of 1 | – | – |" in text
+    newer = "2.15.0 with nvidia-cutlass-dsl 4.8.0"
+    assert f"| {newer} | NVIDIA H200 | 4 million | 0 | – | F.rms_norm: QuACK | exp |" in text
 
 
 def test_a_result_file_names_its_environment(tmp_path, monkeypatch):

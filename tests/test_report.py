@@ -202,6 +202,19 @@ def test_lead_takes_the_best_gain_whose_bits_are_equal(written):
     assert sentences == [best, "Faster than torch.compile in 1 of 1."]
 
 
+def test_lead_begins_with_the_median_of_the_models(written):
+    small = [model_row("eager", 10.0, model="dit-xl"), model_row("exact", 1.0, model="dit-xl")]
+    first, second, *_ = lead(devices(read([written("models", *MODELS, *small)])))
+    assert first.startswith("Median of 2 models")
+    assert second.startswith("ltx-video")
+
+
+def test_torch_compile_counts_at_its_best(written):
+    rows = [*MODELS, model_row("compile+graphs", 1.0)]
+    sentences = lead(devices(read([written("models", *rows)])))
+    assert sentences[-1] == "Faster than torch.compile in 0 of 1."
+
+
 def test_lead_hides_neither_slow_nor_failed_runs(written):
     failed = {k: v for k, v in model_row("fused").items() if k not in ("ms", "equal")}
     rows = [*MODELS, model_row("exact+graphs", 125.0), failed | {"failed": "error 1"}]

@@ -17,7 +17,10 @@ from rich.text import Text
 
 from .backends import cuda
 from .backends.cache import KernelCache
+from .calibration import calibrate, dependents, verdicts
 from .gpus import Gpu, nvidia_smi, torch_gpu
+from .measure import results
+from .ops import ways
 from .ops.linear import algorithms
 from .ops.op import Choice, Composite, Op, registry
 
@@ -33,6 +36,19 @@ class OpBackend:
     backend: str
     reason: str
     exact: str | None
+
+
+@dataclass(frozen=True)
+class ExactSubject:
+    """A sum or a function of PyTorch that kernels repeat bit by bit: the way that has its bits here
+    (None: none, and its chains run eager), the chains that need it, and what was compared."""
+
+    subject: str
+    way: str | None
+    chains: tuple[str, ...]
+    compared: int | None = None
+    differing: int | None = None
+    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,7 @@ class Report:
     cache_writable: bool
     cublaslt: str | None
     ops: tuple[OpBackend, ...]
+    exact: tuple[ExactSubject, ...] | None
     problem: str | None
     notes: tuple[str, ...]
 
@@ -69,8 +86,9 @@ class Report:
         return {"usable": self.usable, **plain}
 
 
-def examine() -> Report:
-    """Examine this machine. Starts no GPU work beyond querying the GPU's name."""
+def examine(exact: bool = False) -> Report:
+    """Examine this machine. Starts no GPU work beyond querying the GPU's name, unless the bits of
+    exact modes are to be compared with the installed PyTorch."""
     driver, gpus, smi_error = nvidia_smi()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and count:
@@ -107,6 +125,7 @@ def examine() -> Report:
         cache_writable=cache.writable(),
         cublaslt=algorithms.unnamed(torch.device("cuda", 0)) if count else None,
         ops=ops,
+        exact=_exact(exact, count > 0),
         problem=problem or _no_kernels(count, ops),
         notes=tuple(notes),
     )
@@ -141,12 +160,57 @@ def page(report: Report) -> RenderableType:
     for o in report.ops:
         ops.add_row(o.op, o.backend, o.exact or "–", Text(o.reason))
     parts: list[RenderableType] = [facts, ops]
+    if report.exact is not None:
+        parts += _exact_page(report)
+    elif report.torch_gpus:
+        parts.append(Text("exact modes were not compared with this PyTorch yet: doctor --exact"))
     parts += [Text(f"note: {n}", style="yellow") for n in report.notes]
     if report.problem:
         parts.append(Text(f"not usable: {report.problem}", style="bold red"))
     else:
         parts.append(Text("usable", style="bold green"))
     return Group(*parts)
+
+
+def _exact(compare: bool, on_gpu: bool) -> tuple[ExactSubject, ...] | None:
+    """What was found of each subject, now or earlier; None if nothing was compared."""
+    if not compare:
+        found = ways.stored() if on_gpu else None
+        if found is None:
+            return None
+        chains = dependents()
+        return tuple(ExactSubject(s, way, tuple(chains[s])) for s, way in found.items())
+    findings = calibrate()
+    if on_gpu:
+        ways.keep(verdicts(findings))
+    chains = dependents()
+    return tuple(
+        ExactSubject(f.subject, f.way, tuple(chains[f.subject]), f.compared, f.differing, str(f))
+        for f in findings
+    )
+
+
+def _exact_page(report: Report) -> list[RenderableType]:
+    """A table: which chains have eager's bits here, and which run eager and cost speed."""
+    columns = "what kernels repeat", "has the bits of", "compared", "chains"
+    shown = Table(*columns, header_style="bold")
+    without = "no kernel: runs eager" if report.torch_gpus else "nothing here"
+    for e in report.exact or ():
+        ours = Text(e.way) if e.way else Text(without, style="yellow")
+        compared = f"{e.compared:,}, {e.differing:,} differ" if e.compared else ""
+        shown.add_row(e.subject, ours, compared, ", ".join(e.chains) or "recorded blocks")
+    lost = [e.says for e in report.exact or () if e.way is None and e.says]
+    parts: list[RenderableType] = [shown, *(Text(line, style="yellow") for line in lost)]
+    if not report.torch_gpus:
+        parts.append(Text("no GPU: exact modes run PyTorch's own ops here, with its bits"))
+    return parts
+
+
+def write(path: Path, report: Report) -> None:
+    """The subjects of exact modes as a result file, from which README.md's table is made."""
+    packages = [f"{name} {found}" for name, found in ways.replacing_packages()]
+    rows = [{**asdict(subject), "packages": packages} for subject in report.exact or ()]
+    results.write(path, "calibration", rows)
 
 
 def _gpu_text(gpu: Gpu) -> str:

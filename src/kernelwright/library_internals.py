@@ -124,3 +124,39 @@ def exchanges_tensors(module: nn.Module) -> bool:
 def reset_cache(model: Any) -> None:
     """Have a cache of diffusers (`enable_cache`) begin a new loop."""
     model._reset_stateful_cache()
+
+
+CACHES = "transformers.cache_utils"
+
+
+def is_kv_cache(value: Any) -> bool:
+    """Whether this is a cache of keys and values of transformers."""
+    kind = getattr(sys.modules.get(CACHES), "Cache", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def static_cache_layers(cache: Any) -> list[Any] | None:
+    """The layers of a cache whose tensors have a fixed size, or None if it is another kind. Each
+    has `keys`, `values` and `cumulative_length`, tensors that its `update` writes to in place, and
+    `is_initialized`, whether it has them yet."""
+    module = sys.modules[CACHES]
+    if type(cache) is not module.StaticCache or getattr(cache, "offloading", False):
+        return None
+    kinds = (module.StaticLayer, module.StaticSlidingWindowLayer)
+    return list(cache.layers) if all(type(layer) in kinds for layer in cache.layers) else None
+
+
+def keep_from_compiling(model: nn.Module) -> None:
+    """Let `generate` call the model itself: with a static cache it would compile it."""
+    if hasattr(type(model), "_valid_auto_compile_criteria"):
+        model.__dict__["_valid_auto_compile_criteria"] = _never
+
+
+def let_compile(model: nn.Module) -> None:
+    """Undo `keep_from_compiling`."""
+    if model.__dict__.get("_valid_auto_compile_criteria") is _never:
+        del model.__dict__["_valid_auto_compile_criteria"]
+
+
+def _never(*args: Any, **kwargs: Any) -> bool:
+    return False

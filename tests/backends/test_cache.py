@@ -297,11 +297,11 @@ class TestCompiling:
         assert len(built) == len(files(cache)) == 3
         changed = {n: t + "// edited\n" for n, t in cuda.headers().items()}
         monkeypatch.setattr(cuda, "headers", lambda: changed)
-        cuda._fingerprint.cache_clear()
+        cuda.fingerprint.cache_clear()
         try:
             cuda.compile_cubin(CODE, "sm_90")
         finally:
-            cuda._fingerprint.cache_clear()
+            cuda.fingerprint.cache_clear()
         assert len(built) == len(files(cache)) == 4
 
     def test_an_unwritable_folder_does_not_stop_it(self, blocked, built, monkeypatch):

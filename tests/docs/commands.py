@@ -53,7 +53,7 @@ def _command(block: Block, words: list[str], folder: Path, installed: ExitStack)
     elif head == "pip":
         _pip(block, rest, folder, installed)
     elif head == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         _known(block, "make target", [w for w in rest if "=" not in w], targets)
     elif head == "git":
         _known(block, "git command", rest[:1], _git_commands())

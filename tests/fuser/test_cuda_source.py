@@ -49,7 +49,7 @@ def test_the_source_does_not_depend_on_the_number_of_rows():
 
 def test_neighbours_are_loaded_and_stored_together():
     (kernel,) = kernels(Small(lambda x: F.silu(x) * 2), drawn(4, 64))
-    assert "Vec<__nv_bfloat16, 8> v0[S::K];" in kernel.code
+    assert "Vec<__nv_bfloat16, 8> v0;" in kernel.code
     assert "store_whole" in kernel.code
 
 
@@ -62,12 +62,22 @@ def test_partners_of_a_rotation_come_from_the_same_vector():
 def test_rows_that_are_not_aligned_are_loaded_one_by_one():
     x = drawn(4, 67)[:, 1:65]
     (kernel,) = kernels(Small(lambda x: x * 2), x)
-    assert "v0[k].load" not in kernel.code
+    assert "v0.load" not in kernel.code
 
 
 def test_every_step_is_rounded_to_its_dtype():
+    (kernel,) = kernels(Small(lambda x: x.sin().cos()), drawn(4, 64))
+    assert "rounded<__nv_bfloat16>(e0)" in kernel.code
+
+
+def test_sums_and_products_of_16_bits_are_made_in_pairs():
     (kernel,) = kernels(Small(lambda x: (x + 1) * x), drawn(4, 64))
-    assert "rounded<__nv_bfloat16>(__fadd_rn(v0[k].get(0), 1.0f))" in kernel.code
+    assert "add_pairs<__nv_bfloat16>(v0.word(0), 0x3f803f80u)" in kernel.code
+    assert "rounded" not in kernel.code
+    assert "pair<" not in kernel.code
+    # a number that bfloat16 does not have is added in float32
+    (kernel,) = kernels(Small(lambda x: x + 0.1), drawn(4, 64))
+    assert "add_pairs" not in kernel.code
 
 
 def test_two_sums_of_a_row_do_not_share_memory_at_once():
@@ -80,7 +90,7 @@ def test_two_sums_of_a_row_do_not_share_memory_at_once():
 def test_the_arguments_of_a_launch():
     (kernel,) = kernels(Small(lambda x: x[:, 2:] * 2), drawn(4, 6, 32))
     launch = launching.launch_of(kernel)
-    assert launch.grid * kernel.rows_per_block >= 16
+    assert launch.grid * launch.block >= 16 * kernel.row_threads
     assert len(launch.pointers) == 2
     assert dict(kernel.pointers)[next(n for n, _ in kernel.pointers)] in (0, 64)
 

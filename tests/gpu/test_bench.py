@@ -63,3 +63,12 @@ def test_a_model_has_its_first_result_and_its_split():
     assert row["split"]["GEMM"] > 0
     assert row["split"]["fused"] > 0
     assert row["peak_gib"] > 0
+
+
+def test_torch_compile_as_one_graph_has_its_bits():
+    how = ["ltx-video", "--tiny", "--device", "cuda", "--seconds", "0.02", "--json"]
+    result = invoke("model", *how, "--config", "compile,compile+graphs")
+    assert result.exit_code == 0, result.output
+    alone, captured = json.loads(result.stdout)
+    assert "failed" not in captured
+    assert alone["error"] == captured["error"]

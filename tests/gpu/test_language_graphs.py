@@ -141,3 +141,28 @@ def test_an_offloaded_pipeline_runs_without_graphs(pipe, first):
     assert [graphs.captured for graphs in report.graphs] == [0, 0]
     pipe.remove_all_hooks()
     kw.restore(pipe)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b", "gemma-3-12b"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_steps_of_generate_are_replays(name, batch):
+    """With a static cache, as people write it: `generate` would compile the model otherwise."""
+    model = models.build(name, **HOW)
+    size = model.config.get_text_config().vocab_size
+    words = torch.randint(3, size, (batch, 9), device="cuda")
+    mask = torch.ones_like(words)
+    mask[0, : batch - 1] = 0
+    given = {"input_ids": words, "attention_mask": mask, "do_sample": False}
+    given |= {"max_new_tokens": 24, "min_new_tokens": 24, "cache_implementation": "static"}
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    want = model.generate(**given, disable_compile=True)
+    with kw.injected(model, graphs=True) as report:
+        for _ in range(3):
+            got = model.generate(**given)
+            assert torch.equal(got.sequences, want.sequences)
+            assert all(map(torch.equal, got.logits, want.logits))
+            del got
+        (graphs,) = report.graphs
+        # of three calls: the prompts, and what a capture and a full sliding window take
+        assert graphs.captured >= 1, graphs.describe()
+        assert sum(graphs.reasons.values()) <= 6, graphs.describe()

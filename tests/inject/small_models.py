@@ -338,21 +338,22 @@ def inputs_of(name):
     return given | OWN.get(name, ({}, {}))[1]
 
 
-def build(name):
-    """A small model of a class in float32, and inputs for it."""
+def build(name, layers=1):
+    """A small model of a class in float32, with this many layers if it is a preset's, and inputs
+    for it."""
     preset = next((p for p in models.presets().values() if p.class_name == name), None)
     if preset is not None:
         small = {"tiny": True, "dtype": torch.float32}
-        return preset.build(**small, layers=1), preset.inputs(**small)
+        return preset.build(**small, layers=layers), preset.inputs(**small)
     place = {"dtype": torch.float32, "device": "cpu", "seed": 0}
     return random_model(library.__name__, name, config_of(name), **place), inputs_of(name)
 
 
-def transformers():
+def transformers(layers):
     """Every class that is built here, with its model and inputs."""
     for name in classes():
         if name not in LEFT_OUT:
-            yield name, build(name)
+            yield name, build(name, layers)
 
 
 LANGUAGE = {
@@ -361,11 +362,11 @@ LANGUAGE = {
 }
 
 
-def language_models():
+def language_models(layers):
     """The families of transformers, with a model and inputs."""
     for family, config in LANGUAGE.items():
         yield f"{family}ForCausalLM", (model_of(family, **config), words())
     for preset in ("gemma-3-12b", "falcon-7b"):
         small = {"tiny": True, "dtype": torch.float32}
-        model = models.build(preset, **small, layers=1)
+        model = models.build(preset, **small, layers=layers)
         yield type(model).__name__, (model, models.inputs(preset, **small, tokens=16))

@@ -47,7 +47,7 @@ def calls(blocks, monkeypatch, **how):
         return count(lambda: model(**inputs))
 
 
-# calls per block and of everything around the blocks: 770 and 619 with recipes, 309 and 571 without
+# calls per block and of everything around the blocks: 781 and 629 with recipes, 324 and 539 without
 # when this was written, and some room for other versions of PyTorch and diffusers
 @pytest.mark.parametrize(
     ("how", "per_block", "around"), [({}, 820, 700), ({"recipes": False}, 340, 630)]

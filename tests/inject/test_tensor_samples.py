@@ -26,10 +26,7 @@ def noted(tensor, whole=False):
     return samples
 
 
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_write_that_no_version_counts_is_noticed(name, whole):
-    tensor = TENSORS[name]()
+def notices_a_write(tensor, whole):
     samples = noted(tensor, whole)
     assert samples.check()()
     assert samples.check()()
@@ -37,6 +34,12 @@ def test_a_write_that_no_version_counts_is_noticed(name, whole):
     assert not samples.check()()
     samples.forget()
     assert samples.check()()
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_write_that_no_version_counts_is_noticed(name, whole):
+    notices_a_write(TENSORS[name](), whole)
 
 
 def test_all_of_a_prompt_is_compared():

@@ -152,3 +152,43 @@ def test_threads_have_chains_of_their_own(blocks):
     thread.start()
     thread.join()
     assert seen == [({}, None)]
+
+
+def test_who_offers_is_told_if_nobody_takes_it(blocks):
+    x, y = torch.ones(2), torch.ones(2)
+
+    def missed(then):
+        """How often the one who offered was told, after the offer and `then`."""
+        told = []
+        with work_ahead.chain(blocks, "key"):
+            work_ahead.offer(blocks[1], (x,), "value", lambda: told.append(1))
+            then()
+        return len(told)
+
+    assert missed(lambda: None) == 1  # the forward ends
+    assert missed(lambda: work_ahead.take(blocks[1], x)) == 0
+    assert missed(lambda: work_ahead.take(blocks[1], y)) == 1
+    assert missed(lambda: work_ahead.take(blocks[2], x)) == 1
+    assert missed(lambda: work_ahead.offer(blocks[2], (x,), "another")) == 1
+    assert missed(lambda: work_ahead.offered(blocks[1])) == 1  # to look is not to take
+    assert missed(lambda: work_ahead.offered(blocks[2])) == 1
+    assert missed(work_ahead.forget) == 0
+    told = []
+
+    def fails():
+        with work_ahead.chain(blocks, "key"):
+            work_ahead.offer(blocks[1], (x,), "value", lambda: told.append(1))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not told  # the next block had no chance
+
+
+def test_what_a_block_notes_is_for_the_next_one_of_the_same_forward(blocks):
+    work_ahead.note_run("first")
+    with work_ahead.chain(blocks, "inner"):
+        assert work_ahead.last_run() is None
+        work_ahead.note_run("inside")
+    assert work_ahead.last_run() == "first"
+    assert work_ahead.last_run() is None

@@ -11,7 +11,7 @@ from numerics import as_tuple
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops.call_codegen import compile_call, compile_follow
 from kernelwright.ops.case import Inputs
-from kernelwright.ops.plan import How, LaunchPlan, _on
+from kernelwright.ops.plan import How, LaunchPlan, on_device
 
 needs_plans = pytest.mark.skipif(not interpreting(), reason="a GPU is here: plans launch on it")
 LAUNCHED = [op for op in OPS if "triton" in op.backends]
@@ -112,7 +112,7 @@ def test_a_launch_on_another_gpu_than_the_current_one_goes_there(current, monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
     there = torch.device("cuda", 1)
-    _on(there, launched.append)((16, 32))
+    on_device(there, launched.append)((16, 32))
     assert launched == [(16, 32)]
     assert entered == ([] if current == 1 else [there])
 

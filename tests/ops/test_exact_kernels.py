@@ -8,7 +8,7 @@ from exact_kernels import EXACT, IN_FLOAT32, WIDTHS, has_kernel, promotes, refus
 
 from kernelwright.backends import Unsupported
 from kernelwright.checking.promises import promises
-from kernelwright.ops.row.order import torch_order
+from kernelwright.ops.row.order import aten_order
 
 CHAINS = [pytest.param(op, chain, id=f"{op.name}-{chain}") for op in EXACT for chain in op.exact]
 
@@ -33,7 +33,7 @@ def test_what_is_known_to_have_none_is_declared():
 @pytest.mark.parametrize("width", [4, 12, 100, 1540])
 def test_the_order_of_rms_norm_is_known_for_every_multiple_of_four(width):
     """No declared case has a width that is one of four and none of eight."""
-    assert torch_order(width, "TorchRms", room=8).vector == 4
+    assert aten_order(width, "TorchRms", room=8).vector == 4
 
 
 def kept_by_a_kernel(op):

@@ -3,27 +3,24 @@
 import pytest
 import torch
 from declared import ALL, DTYPES, OPS, every_case, every_op, full, small, tensors
-from numerics import as_good_as_eager, as_tuple, errors_over_draws, in_eager, run, widened
+from numerics import as_tuple, widened
+from torch.utils.checkpoint import checkpoint
 
-from kernelwright.ops.case import Inputs
+from kernelwright.backends.triton import interpreting
+from kernelwright.checking.gradients import gradients, hold_gradients, leaves, seeds
+from kernelwright.ops import apply_rope, rmsnorm
+from kernelwright.ops.case import Case, Inputs
+from kernelwright.ops.op import registry
+from kernelwright.ops.row.backward_triton import MAX_WIDTH
 
-
-def leaves(arguments, names=None):
-    """The arguments as fresh leaves, and those of them that are to get a gradient."""
-    given = {n: t.detach().clone() for n, t in tensors(arguments).items() if t.is_floating_point()}
-    wanted = {n: t.requires_grad_() for n, t in given.items() if names is None or n in names}
-    return arguments | given, wanted
-
-
-def seeds(outputs, dtype=None):
-    """Incoming gradients, the same values whatever computed the outputs."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(o.shape, generator=generator).to(dtype or o.dtype) for o in outputs]
+KERNELS = [op for op in OPS if op.backward is not None]
 
 
-def gradients(outputs, wanted, incoming=None, **how):
-    outputs = as_tuple(outputs)
-    return torch.autograd.grad(outputs, list(wanted.values()), incoming or seeds(outputs), **how)
+def interpreted(test):
+    skip = pytest.mark.skipif(not interpreting(), reason="a GPU is here: tests/gpu runs them")
+    # numpy says so where a GPU goes on in silence: exp(89) is infinite
+    quiet = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+    return skip(quiet(pytest.mark.usefixtures("rounding_interpreter")(test)))
 
 
 @every_op(ALL)
@@ -41,24 +38,14 @@ def test_the_gradient_is_the_derivative(op):
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_case(ALL)
 def test_gradients_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
-    def compared(seed):
-        arguments = case.arguments(Inputs(dtype, seed=seed))
-        given, wanted = leaves({n: widened(a) for n, a in arguments.items()})
-        outputs = as_tuple(run(op, op.reference, given))
-        incoming = seeds(outputs, dtype)
-        truth = gradients(outputs, wanted, [g.double() for g in incoming])
-        given, wanted = leaves(arguments)
-        outputs = as_tuple(in_eager(op, given))
-        # a chain may promote its output; its gradient then comes in that dtype
-        eager = gradients(
-            outputs, wanted, [g.to(o.dtype) for g, o in zip(incoming, outputs, strict=True)]
-        )
-        return eager, truth
+    hold_gradients(op, case, dtype)
 
-    given, wanted = leaves(case.arguments(Inputs(dtype)))
-    got = gradients(op.call(given), wanted)
-    eager, truth = compared(0)
-    as_good_as_eager(got, truth, eager, errors_over_draws(compared, dtype))
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@every_case(KERNELS)
+def test_gradients_of_kernels_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
+    hold_gradients(op, case, dtype, backend="triton")
 
 
 @every_op(ALL)
@@ -129,6 +116,24 @@ def test_an_output_left_out_of_the_loss_counts_as_zero(op):
 
 
 @every_op(ALL)
+def test_a_checkpoint_gives_the_same_gradients(op):
+    arguments = full(op).arguments(Inputs(torch.bfloat16))
+    found = []
+    for recomputed in (False, True):
+        given, wanted = leaves(arguments)
+
+        def function(*values, given=given, wanted=wanted):
+            return op.call(given | dict(zip(wanted, values, strict=True)))
+
+        values = wanted.values()
+        outputs = (
+            checkpoint(function, *values, use_reentrant=False) if recomputed else function(*values)
+        )
+        found.append(gradients(outputs, wanted))
+    assert all(map(torch.equal, *found))
+
+
+@every_op(ALL)
 def test_no_grad_records_nothing(op):
     arguments, _ = leaves(full(op).arguments(Inputs(torch.float32)))
     with torch.no_grad():
@@ -164,15 +169,93 @@ def test_empty_tensors_have_empty_gradients(op):
             assert not g.count_nonzero(), "what no row touches has no gradient"
 
 
-@pytest.mark.usefixtures("rounding_interpreter")
-@every_op([op for op in OPS if "triton" in op.backends])
-def test_a_kernel_has_the_gradient_of_the_reference(op):
-    arguments = full(op).arguments(Inputs(torch.float32))
-    kernel, wanted = leaves(arguments)
-    got = gradients(op.call(kernel, backend="triton"), wanted)
-    plain, wanted = leaves(arguments)
-    expected = gradients(op.call(plain, backend="torch"), wanted)
-    assert all(map(torch.equal, got, expected))
+@interpreted
+@every_op(KERNELS)
+def test_gradients_of_kernels_repeat_alone_and_together(op):
+    """The sums over rows have one order, whichever gradients are asked for."""
+    arguments = full(op).arguments(Inputs(torch.bfloat16))
+    all_leaves, wanted = leaves(arguments)
+    outputs = op.call(all_leaves, backend="triton")
+    together = dict(zip(wanted, gradients(outputs, wanted, retain_graph=True), strict=True))
+    again = gradients(outputs, wanted)
+    assert all(map(torch.equal, together.values(), again))
+    for name in set(together) - {"cos", "sin"}:
+        alone, wanted = leaves(arguments, {name})
+        (got,) = gradients(op.call(alone, backend="triton"), wanted)
+        assert torch.equal(got, together[name]), name
+
+
+@interpreted
+def test_rows_that_share_a_modulation_may_lie_apart():
+    """[1, S, D] over [B, S, D]: the rows of one token in every batch share it."""
+    op = registry()["gated_residual_norm"]
+
+    def arguments(inputs):
+        gate, scale = (inputs.normal(1, 5, 64) for _ in "gs")
+        x, residual, shift = inputs.normal(3, 5, 64), inputs.normal(3, 5, 64), inputs.normal(3, 64)
+        parts = {"gate": gate, "weight": None, "bias": None, "scale": scale, "shift": shift}
+        return {"residual": residual, "x": x, **parts, "kind": "layer", "eps": 1e-6}
+
+    hold_gradients(op, Case("apart", arguments), torch.bfloat16, backend="triton")
+
+
+@interpreted
+def test_a_named_backend_that_cannot_hold_the_row_says_so():
+    x = torch.randn(2, MAX_WIDTH + 1, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"^rmsnorm: backend 'triton' cannot run this: width 16385"
+    ):
+        rmsnorm(x, backend="triton").sum().backward()
+
+
+@interpreted
+@every_op(KERNELS)
+def test_a_compiled_backward_of_kernels_has_the_bits_of_eager(op):
+    """The fake backward promises the layouts that the kernels write."""
+    arguments = full(op).arguments(Inputs(torch.bfloat16))
+    found = []
+    for compiled in (False, True):
+        given, wanted = leaves(arguments)
+
+        def function(*values, given=given, wanted=wanted):
+            return op.call(given | dict(zip(wanted, values, strict=True)), backend="triton")
+
+        torch.compiler.reset()
+        call = torch.compile(function, backend="aot_eager") if compiled else function
+        found.append(gradients(call(*wanted.values()), wanted))
+    assert all(map(torch.equal, *found))
+
+
+# what each op keeps for its backward when every tensor of its fullest case needs a gradient, and
+# what it does not keep although the reference reads it
+KEPT = {
+    "rmsnorm_residual": {"weight", "residual_out"},
+    "gated_residual": {"x", "gate"},
+    "modulate": {"x", "scale", "shift"},
+    "gelu": {"input"},
+    "silu_mul": {"gate", "up"},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_only_what_the_gradient_reads_is_kept(name):
+    op = registry()[name]
+    given, _ = leaves(full(op).arguments(Inputs(torch.bfloat16)))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        outputs = as_tuple(op.call(given))
+    values = tensors(given) | dict(zip(op.outputs, outputs, strict=True))
+    names = {n for n, t in values.items() if any(t.data_ptr() == k.data_ptr() for k in kept)}
+    assert names == KEPT[name]
+
+
+def test_a_rotation_keeps_its_tables_alone():
+    x = torch.randn(2, 6, 3, 64, requires_grad=True)
+    cos, sin = torch.randn(6, 64), torch.randn(6, 64)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        apply_rope(x, cos, sin)
+    assert [t.data_ptr() for t in kept] == [cos.data_ptr(), sin.data_ptr()]
 
 
 @every_op([op for op in OPS if op.inplace])

@@ -50,13 +50,14 @@ class KernelCache:
     def key(*parts: str) -> str:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def path(self, key: str) -> Path:
-        return self.folder / key[:2] / f"{key}.cubin"
+    def path(self, key: str, kind: str = "cubin") -> Path:
+        return self.folder / key[:2] / f"{key}.{kind}"
 
-    def read(self, key: str) -> bytes | None:
-        """The kernel, or None if no trusted file has it."""
+    def read(self, key: str, kind: str = "cubin") -> bytes | None:
+        """The kernel, or what else was kept, or None if no trusted file has it."""
+        name = self.path(key, kind).name
         try:
-            with self._open(key) as parent, _opened(self.path(key).name, os.O_RDONLY, parent) as at:
+            with self._open(key) as parent, _opened(name, os.O_RDONLY, parent) as at:
                 size = os.fstat(at).st_size
                 if size > MOST_BYTES:
                     return None
@@ -67,14 +68,14 @@ class KernelCache:
         payload = data[HEAD:]
         return payload if data[:HEAD] == _head(key, payload) else None
 
-    def write(self, key: str, payload: bytes) -> None:
+    def write(self, key: str, payload: bytes, kind: str = "cubin") -> None:
         """Write atomically: other processes see the complete file or none."""
         try:
             if HEAD + len(payload) > MOST_BYTES:
                 raise OSError(errno.EFBIG, f"a kernel of {len(payload)} bytes")
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._open(key, make=True) as parent:
-                _publish(parent, self.path(key).name, _head(key, payload) + payload)
+                _publish(parent, self.path(key, kind).name, _head(key, payload) + payload)
         except OSError as error:
             if not self._warned:
                 self._warned = True

@@ -42,6 +42,52 @@ template <> __device__ __forceinline__ unsigned pair<bfloat16>(float low, float 
   return reinterpret_cast<const unsigned&>(both);
 }
 
+// Two 16-bit numbers of a word, as pair() makes it.
+template <class T> __device__ __forceinline__ float of_pair(unsigned two, int i);
+template <> __device__ __forceinline__ float of_pair<half>(unsigned two, int i) {
+  const half2 both = reinterpret_cast<const half2&>(two);
+  return i ? __high2float(both) : __low2float(both);
+}
+template <> __device__ __forceinline__ float of_pair<bfloat16>(unsigned two, int i) {
+  return __uint_as_float(i ? two & 0xffff0000u : two << 16);
+}
+// the halves `low` and `high` of two words as one
+__device__ __forceinline__ unsigned halves(unsigned a, int low, unsigned b, int high) {
+  return __byte_perm(a, b, (low ? 0x32 : 0x10) | (high ? 0x7600 : 0x5400));
+}
+
+// Sums, differences and products of pairs, one instruction each from sm_80 on. They have the bits of
+// float32 arithmetic rounded to 16 bits. A product of two is exact in float32; where bfloat16's falls
+// below float32's smallest step it is under half of bfloat16's smallest number, and zero either way.
+// A sum is exact in float32, or one operand is so small beside the other that no tie is near.
+template <class T> __device__ __forceinline__ unsigned add_pairs(unsigned a, unsigned b);
+template <class T> __device__ __forceinline__ unsigned sub_pairs(unsigned a, unsigned b);
+template <class T> __device__ __forceinline__ unsigned mul_pairs(unsigned a, unsigned b);
+#if __CUDA_ARCH__ >= 800
+#define KERNELWRIGHT_PAIRS(NAME, T, T2, OF)                                                     \
+  template <> __device__ __forceinline__ unsigned NAME<T>(unsigned a, unsigned b) {             \
+    const T2 both = OF(reinterpret_cast<const T2&>(a), reinterpret_cast<const T2&>(b));         \
+    return reinterpret_cast<const unsigned&>(both);                                             \
+  }
+KERNELWRIGHT_PAIRS(add_pairs, half, half2, __hadd2_rn)
+KERNELWRIGHT_PAIRS(sub_pairs, half, half2, __hsub2_rn)
+KERNELWRIGHT_PAIRS(mul_pairs, half, half2, __hmul2_rn)
+KERNELWRIGHT_PAIRS(add_pairs, bfloat16, __nv_bfloat162, __hadd2_rn)
+KERNELWRIGHT_PAIRS(sub_pairs, bfloat16, __nv_bfloat162, __hsub2_rn)
+KERNELWRIGHT_PAIRS(mul_pairs, bfloat16, __nv_bfloat162, __hmul2_rn)
+#undef KERNELWRIGHT_PAIRS
+#else
+template <class T> __device__ __forceinline__ unsigned add_pairs(unsigned a, unsigned b) {
+  return pair<T>(of_pair<T>(a, 0) + of_pair<T>(b, 0), of_pair<T>(a, 1) + of_pair<T>(b, 1));
+}
+template <class T> __device__ __forceinline__ unsigned sub_pairs(unsigned a, unsigned b) {
+  return pair<T>(of_pair<T>(a, 0) - of_pair<T>(b, 0), of_pair<T>(a, 1) - of_pair<T>(b, 1));
+}
+template <class T> __device__ __forceinline__ unsigned mul_pairs(unsigned a, unsigned b) {
+  return pair<T>(of_pair<T>(a, 0) * of_pair<T>(b, 0), of_pair<T>(a, 1) * of_pair<T>(b, 1));
+}
+#endif
+
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -57,13 +103,7 @@ template <class T, int N, bool WORDS = sizeof(T) == 2 && N % 2 == 0> struct Neig
 };
 template <class T, int N> struct Neighbours<T, N, true> {
   unsigned word[N / 2];
-  __device__ __forceinline__ float get(int i) const {
-    if constexpr (same<T, half>) {
-      const half2 both = reinterpret_cast<const half2&>(word[i / 2]);
-      return i % 2 ? __high2float(both) : __low2float(both);
-    }
-    return __uint_as_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16);
-  }
+  __device__ __forceinline__ float get(int i) const { return of_pair<T>(word[i / 2], i % 2); }
   __device__ __forceinline__ void set(int i, float low, float high) { word[i / 2] = pair<T>(low, high); }
 };
 
@@ -103,6 +143,8 @@ template <class T, int V, int A = V> struct Vec {
     for (int i = 0; i < V / PIECE; i++) write_whole(reinterpret_cast<Piece*>(p) + i, piece[i]);
   }
   __device__ __forceinline__ float get(int i) const { return piece[i / PIECE].get(i % PIECE); }
+  // of 16-bit elements: i and i + 1, i even, as one word
+  __device__ __forceinline__ unsigned& word(int i) { return piece[i / PIECE].word[i % PIECE / 2]; }
   // elements i and i + 1, i even, rounded
   __device__ __forceinline__ void set(int i, float low, float high) {
     if constexpr (sizeof(T) == 2 && PIECE % 2 == 0) {
@@ -180,6 +222,12 @@ template <int THREADS> __device__ __forceinline__ float row_sum(float v, float* 
   row_sums<THREADS, 1>(one, shared);
   return one[0];
 }
+
+// n / size for n below 2^31, without a division
+struct Divisor {
+  unsigned size, factor, shift;
+  __device__ __forceinline__ unsigned into(unsigned n) const { return __umulhi(n, factor) >> shift; }
+};
 
 // Rows have up to three dimensions; an operand has a stride for each, zero where it is broadcast.
 struct Place { i64 outer, middle, inner; };

@@ -194,10 +194,23 @@ def headers() -> dict[str, str]:
 
 
 @functools.lru_cache
-def _fingerprint() -> str:
+def nvrtc_version() -> tuple[int, int] | None:
+    """The version of the compiler, or None if there is none."""
+    if not (installed("cuda") and installed("cuda.bindings")):
+        return None
     from cuda.bindings import nvrtc
 
-    _, major, minor = nvrtc.nvrtcVersion()
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError:  # the library itself was not found
+        return None
+    return None if int(status) else (major, minor)
+
+
+@functools.lru_cache
+def fingerprint() -> str:
+    """What every kernel is compiled from and by, except for its own source."""
+    major, minor = nvrtc_version() or (0, 0)
     sources = "".join(f"{name}\0{text}\0" for name, text in headers().items())
     return f"{major}.{minor}\0{OPTIONS}\0{sources}"
 
@@ -205,7 +218,7 @@ def _fingerprint() -> str:
 def compile_cubin(code: str, arch: str) -> bytes:
     """The cubin of a translation unit, from the disk cache or from NVRTC."""
     cache = KernelCache.default()
-    key = cache.key(_fingerprint(), arch, code)
+    key = cache.key(fingerprint(), arch, code)
     cubin = cache.read(key)
     if cubin is None:
         with _building:

@@ -36,7 +36,7 @@ def _named(path: str, instead: Callable[..., Any] | None = None) -> Any:
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"kernelwright: PyTorch {torch.__version__} has no {path}; use a version that this "
-            f"one was tested with (2.11 to 2.13), or a newer kernelwright"
+            f"one was tested with (2.11 to 2.15), or a newer kernelwright"
         )
 
     return missing
@@ -244,6 +244,19 @@ def adds_bias_apart(x: Tensor, weight: Tensor, bias: Tensor, *how: Any) -> bool:
         return _convolution_backend(x, weight, bias, *how) == _CUDNN_CONVOLUTION
 
 
+def native_kernels() -> bool:
+    """Whether PyTorch, from 2.13 on, replaces kernels of its own by those of nvidia-cutlass-dsl:
+    that of F.rms_norm is QuACK's then. It does on capability 9, 10 and 12."""
+    native = sys.modules.get("torch._native.cutedsl_utils")
+    asked = ("runtime_available", "_version_is_ok", "check_native_jit_disabled")
+    available, fits, disabled = (getattr(native, name, None) for name in asked)
+    if available is None or fits is None or disabled is None:
+        return False
+    if not (available() and fits()) or disabled():
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10, 12)
+
+
 DROPOUT: type = _named("torch.nn.modules.dropout._DropoutNd")  # the base of all dropouts
 
 # the dispatcher
@@ -322,6 +335,13 @@ def compile_counters() -> Any:
     from torch._dynamo.utils import counters
 
     return counters
+
+
+def has_compile_option(name: str) -> bool:
+    """Whether torch.compile takes this among its options."""
+    from torch._inductor import list_options
+
+    return name in list_options()
 
 
 def warms_up_cudagraphs(device: torch.device) -> bool:

@@ -147,6 +147,7 @@ def _measure(
         result = run(**inputs)
         row: dict[str, Any] = {
             "equal": equal(result, expected),
+            "differing": differing_share(result, expected),
             "error": None if truth is None else accuracy.error(result, truth),
             "eager_error": eager_error,
             "first_s": first,
@@ -170,6 +171,18 @@ def _measure(
 
 def _device(inputs: dict[str, Any]) -> torch.device:
     return next(t.device for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
+
+
+def differing_share(result: Any, expected: Any) -> float | None:
+    """The share of a result's elements that are not eager's; None if it has other shapes. NaN is
+    equal to NaN."""
+    pairs = list(zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True))
+    tensors = [(r, e) for r, e in pairs if isinstance(r, Tensor) and isinstance(e, Tensor)]
+    if any(r.shape != e.shape for r, e in tensors):
+        return None
+    elements = sum(e.numel() for _, e in tensors)
+    off = sum(int(((r != e) & ~(r.isnan() & e.isnan())).sum()) for r, e in tensors)
+    return off / max(1, elements)
 
 
 def _check(config: str, tier: str | None, row: dict[str, Any], rows: int) -> None:

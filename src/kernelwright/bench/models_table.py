@@ -36,7 +36,7 @@ def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
             f"{base / row['ms']:.2f}×" if base else "",
             f"{row['first_s']:.1f}",
             *(_number(row.get(name), ".1f") for name in optional.values()),
-            "same" if row["equal"] else "differ",
+            "same" if row["equal"] else _differ(row.get("differing")),
             _number(row["error"], ".2e"),
             *(_number(split.get(kind), ".1f") for kind in kinds),
         )
@@ -59,6 +59,10 @@ def _style(row: dict[str, Any]) -> str:
 
 def _key(row: dict[str, Any]) -> tuple[str, str]:
     return row["model"], str(row["sizes"])
+
+
+def _differ(share: float | None) -> str:
+    return "differ" if share is None else f"{share:.1%} differ"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -53,6 +53,8 @@ def kernels(
             for case in cases:
                 for dtype in DTYPES if case.large else DTYPES[:1]:
                     yield from _planned(op, backend, arch, exact, dtype, case, 16)
+                    if backend == "triton":
+                        yield from _planned_backward(op, arch, dtype, case)
                     if everything and case.large and not exact and dtype != torch.float16:
                         yield from _planned(op, backend, arch, exact, dtype, case, dtype.itemsize)
 
@@ -77,6 +79,22 @@ def _planned(
     how = f", exact {exact}" if exact else ""
     name = f"{op.name} [{case.name}] {dtype}{how}, {alignment}-byte"
     yield Kernel(name, launch, call, dtype, case.large)
+
+
+def _planned_backward(op: Op, arch: str, dtype: torch.dtype, case: Case) -> Iterator[Kernel]:
+    """The kernels of the gradients of all tensors."""
+    if op.backward is None:
+        return
+    arguments = case.arguments(Inputs(dtype, "meta"))
+    outputs = op.allocate(*(arguments[n] for n in op.arguments))
+    values = arguments | dict(zip(op.outputs, outputs, strict=True))
+    grads = {n: torch.empty_like(values[n]) for n in op.outputs}
+    wanted = [n for n, a in arguments.items() if isinstance(a, torch.Tensor)]
+    outs = op.backward.allocate(grads, values, wanted)
+    for number, step in enumerate(op.backward.triton(grads, values, outs), 1):
+        call = Call(step.values, op=f"{op.name}_backward", exact=None, target=TARGETS[arch])
+        name = f"{op.name} [{case.name}] {dtype}, backward {number}"
+        yield Kernel(name, step.plan(call), call, dtype, case.large)
 
 
 def _elements(case: Case) -> int:

@@ -19,6 +19,7 @@ from ..catalog import public
 from ..ops.case import Case, Inputs
 from ..ops.op import Composite, Op
 from .conditions import poisoned_memory, rounding_interpreter
+from .gradients import hold_gradients
 from .numerics import (
     as_good_as_eager,
     as_tuple,
@@ -96,6 +97,10 @@ def promises(op: Checked, device: str = "cpu") -> Iterator[Promise]:
             yield promise(f"exact {chain}: a kernel keeps its bits", exact_kernel, chain)
         for backend in ("torch", *running):
             yield promise(f"{backend}: out= is written", out_written, backend, device)
+        for dtype in DTYPES if op.backward is not None and "triton" in running else ():
+            if _runs("triton", device, dtype):
+                named = str(dtype).removeprefix("torch.")
+                yield promise(f"triton: gradients, {named}", close_gradients, dtype, device)
         yield promise("torch.library: schema and fake kernel", library_op, device)
         yield promise("torch.compile: one graph, the same bits", compiled, device)
     yield promise("the gradient is the derivative", gradient, device)
@@ -111,6 +116,11 @@ def _runs(backend: str, device: str, dtype: torch.dtype) -> bool:
 def close(op: Checked, case: Case, dtype: torch.dtype, backend: str, device: str) -> None:
     """As close to float64 as eager PyTorch is."""
     hold_case(op, case, dtype, lambda a: op.call(a, backend=backend), device)
+
+
+def close_gradients(op: Op, dtype: torch.dtype, device: str) -> None:
+    """The gradients of the kernels are as close to float64 as those of eager PyTorch."""
+    hold_gradients(op, full(op), dtype, "triton", device)
 
 
 def same_function(op: Checked, chain: str, case: Case, device: str) -> None:

@@ -7,21 +7,26 @@ from typing import Annotated
 
 import typer
 
+from .bench_generate import generate
 from .bench_loop import loop
 from .bench_ops import JsonOption, OutOption, ops
+from .bench_train import train
 from .one_line_errors import one_line_errors
 from .wide_tables import show
 
 OF_ONE = "eager,exact,exact+graphs,fused,fused+graphs,compile,exact+compile"
-OF_ALL = "eager,compile,exact+graphs,fused+graphs,fp8+graphs"
+OF_ALL = "eager,compile,compile+graphs,exact+graphs,fused+graphs,fp8+graphs"
 
 __all__ = ["JsonOption", "OutOption", "app"]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure ops, models, loops and videos; a wrong result is not timed."
+    no_args_is_help=True,
+    help="Measure ops, models, training, loops and generation; a wrong result is not timed.",
 )
 app.command()(ops)
 app.command()(loop)
+app.command()(generate)
+app.command()(train)
 
 
 @app.command()
@@ -48,8 +53,9 @@ def model(
         str | None,
         typer.Option(
             show_default=OF_ONE,
-            help="What to compare, comma-separated: eager, compile; exact, fused or fp8, alone or "
-            "with +graphs; exact or fused with +compile or +graphs+compile; with flash-attn-4 "
+            help="What to compare, comma-separated: eager; compile, exact, fused or fp8, alone or "
+            "with +graphs; compile with +strict, +strict_pointwise or +strict_reduction; exact or "
+            "fused with +compile or +graphs+compile; with flash-attn-4 "
             "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
         ),
     ] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,16 +33,35 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+class BlockCall(NamedTuple):
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    result: Any
+
+
 def block_calls(
     model: nn.Module, inputs: Mapping[str, Any]
 ) -> dict[str, tuple[nn.Module, Any, Any]]:
     """Run the model once; the first block of each class by its name, with args and kwargs."""
-    found: dict[str, tuple[nn.Module, Any, Any]] = {}
+    return {kind: calls[0][:3] for kind, calls in calls_in_a_row(model, inputs).items()}
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found.setdefault(type(module).__name__, (module, args, kwargs))
 
-    hooks = [b.register_forward_pre_hook(note, with_kwargs=True) for b in blocks(model)]
+def calls_in_a_row(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, list[BlockCall]]:
+    """Run the model once; the first block of each class by its name, and the one after it if that
+    is of the same class."""
+    found: dict[str, list[BlockCall]] = {}
+    before = ""
+
+    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        nonlocal before
+        kind = type(module).__name__
+        calls = found.setdefault(kind, [])
+        if not calls or (len(calls) == 1 and kind == before):
+            calls.append(BlockCall(module, args, kwargs, result))
+        before = kind
+
+    hooks = [b.register_forward_hook(note, with_kwargs=True) for b in blocks(model)]
     try:
         with torch.no_grad():
             model(**inputs)

@@ -1,16 +1,16 @@
 """CUDA C++ of a program. For PyTorch's bits each step is rounded to its dtype, and sums are made in
 ATen's order; otherwise values stay in float32 until they are stored.
 
-One row is shared by the threads of a `Spread`; a thread holds vectors of V neighbours. Everything
-along a row is known when the kernel is compiled; the number of rows and the strides between them
-are arguments, so that one kernel serves every resolution.
+With sums, a row is shared by the threads of a `Spread`, and a thread holds vectors of V neighbours;
+without, each thread has one vector of some row. Everything along a row is known when the kernel is
+compiled; the number of rows and the strides between them are arguments, so that one kernel serves
+every resolution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,58 +18,28 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
-from ..ops.row.order import free_threads, mean_order
-from .cuda_steps import (
-    GRADIENTS,
-    computed_type,
-    float_literal,
-    normed,
-    number,
-    step_maker,
-    type_name,
-)
+from ..ops.gelu.cuda import AHEAD, RESIDENT, TABLE_BLOCK, TABLE_ELEMENTS
+from ..ops.row.order import PLAIN_THREADS, mean_order
+from .cuda_kernel import ENTRY, Kernel, Tensor, divisor
+from .cuda_steps import GRADIENTS, float_literal, form_of_table, type_name
+from .cuda_values import Values, Vector
 from .expression import Choice, Load, Step, walk
 from .index import Space
-from .lowering import COMPLEX, Lowered, Normed, Shape, Statistics, lowered, operands
+from .lowering import Lowered, Shape, Statistics, inside, lowered, operands, statistics_of
 from .program import Program, Store
-from .row_layout import RowLayout, widest_vector
+from .row_layout import Access, RowLayout, widest_vector
 from .row_orders import order_of, scratch_name, threads_of
 
 aten: Any = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """Where a tensor lies that a program loads or stores."""
-
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def as_real(self) -> Tensor:
-        """A complex tensor as one of pairs, any other one as it is."""
-        if self.dtype not in COMPLEX:
-            return self
-        return Tensor((*(2 * s for s in self.strides), 1), COMPLEX[self.dtype])
-
-
-@dataclass
-class Kernel:
-    """A kernel's source, and what it has to be given."""
-
-    code: str
-    block: int
-    rows_per_block: int
-    # (name, elements to add to its address), in the order of the kernel's arguments
-    pointers: list[tuple[str, int]]
-    # extents of the variables that count rows, outermost first
-    extents: list[int]
-    # for each pointer a stride for each of these variables
-    strides: list[list[int]]
-    alignment: int  # of every address, in elements of its dtype
-    extra: list[int] = field(default_factory=list)  # numbers after the others
-
-
-ENTRY = "kernelwright_program"
+# Registers of a thread that may hold what is loaded before the first sum. More of them leave room
+# for fewer threads: with 64, FLUX.2's rows of 6144 take 64 registers and not 128. Not yet measured.
+EARLY = 64
+# How many heads of a token a thread takes, if they divide evenly: they share weights and tables of
+# positions. For FLUX.2's query and key on sm_90, 1, 2 and 4 take 272, 237 and 217 instructions a
+# head and 52, 64 and 94 registers. Not yet measured.
+TOGETHER = (2,)
 
 
 def kernel(program: Program, tensors: Mapping[str, Tensor], exact: bool = True) -> Kernel:
@@ -86,358 +56,363 @@ class _Emitter:
     def __post_init__(self) -> None:
         self.tensors = {name: t.as_real() for name, t in self.tensors.items()}
         self.extents = dict(self.program.extents)
-        self.space = Space(self.extents)
+        space = Space(self.extents)
         self.shape = Shape.of(self.program)
         self.width = prod(self.extents[n] for n in self.shape.along)
         self.rows = prod(self.extents[n] for n in self.shape.rows)
-        self.values = [lowered(s.value, self.space) for s in self.program.stores]
-        self.order = threads_of(self._statistics(), self.width, self.rows)
-        for s in self._statistics():
-            self._orders[s] = order_of(s, self.width, self.rows).norm.replace("MeanRms", "MeanSum")
+        values = [lowered(s.value, space) for s in self.program.stores]
+        self.stores = list(zip(self.program.stores, values, strict=True))
+        self.statistics = statistics_of(values)
+        order = threads_of(self.statistics, self.width, self.rows, self.exact)
+        self.orders = {
+            s: order_of(s, self.width, self.rows, self.exact).norm.replace("MeanRms", "MeanSum")
+            for s in self.statistics
+        }
         size = min((s.dtype.itemsize for s in self.program.stores), default=4)
-        widest = widest_vector(self.shape, self.extents, size)
-        self.V = self.order.vector if self.order else widest
-        self.threads = (
-            self.order.threads if self.order else free_threads(self.width, self.V, normed=False)
-        )
-        self.layout = RowLayout(self.shape, self.extents, self.V)
-        self.accesses = self.layout.accesses
-        self.names: dict[Any, str] = {}
-        self.numbers = count()
-
-    # what an expression depends on
-
-    def _depends(self, e: Any) -> bool:
-        """Whether it differs along a row."""
-        if e not in self._known:
-            self._known[e] = self._find_depends(e)
-        return self._known[e]
-
-    _known: dict[Any, bool] = field(default_factory=dict)
-
-    def _find_depends(self, e: Any) -> bool:
-        if isinstance(e, Statistics):
-            return False
-        if isinstance(e, Load):
-            return any(n in self.shape.along for i in e.index for n in i.names)
-        if isinstance(e, Choice) and e.name in self.shape.along:
-            return True
-        return any(map(self._depends, operands(e)))
-
-    def _level(self, e: Any) -> int:
-        """How many sums along the row have to be made before it."""
-        if e not in self._levels:
-            below = max(map(self._level, operands(e)), default=0)
-            self._levels[e] = below + isinstance(e, Statistics)
-        return self._levels[e]
-
-    _levels: dict[Any, int] = field(default_factory=dict)
-
-    def _statistics(self) -> list[Statistics]:
-        found: dict[Statistics, None] = {}
-
-        def look(e: Any) -> None:
-            for i in operands(e):
-                look(i)
-            if isinstance(e, Statistics):
-                found.setdefault(e)
-
-        for value in self.values:
-            look(value)
-        return list(found)
-
-    # the kernel
+        self.V = order.vector if order else widest_vector(self.shape, self.extents, size)
+        # without sums a thread has one vector
+        self.threads = order.threads if order else self.width // self.V
+        self.block = max(128, self.threads) if order else PLAIN_THREADS
+        self.tables = self._tables()
+        if self.tables:
+            self.block = TABLE_BLOCK
+        self.apart = self.threads * self.V if order else 0
+        self.per_thread = -(-self.width // self.apart) if order else 1
+        self.layout = RowLayout(self.shape, self.extents, self.V, self.apart)
+        for e in inside(values):  # loads before stores
+            if isinstance(e, Load):
+                self.layout.address(e.source, self.tensors[e.source].strides, e.index, e.dtype)
+        # a variable of which a thread takes several rows
+        self.by, self.together = "", 1
 
     def made(self) -> Kernel:
-        block = max(128, self.threads)
-        stores = list(zip(self.program.stores, self.values, strict=True))
-        statistics = self._statistics()
-        last = max((self._level(v) for v in self.values), default=0)
-        self.held = self._held(stores, statistics)
-        self.early: dict[str, tuple[str, str]] = {}
+        # the first time tells what is loaded, and so what there is room for
+        vectors = self._written(frozenset())[0].vectors
+        self.by, self.together = self._several([v.access for v, _ in vectors.values()])
+        v, body = self._written(self._late(vectors))
+        pointers = sorted(self.layout.accesses.values(), key=lambda a: a.number)
+        strides = [s * access.dtype.itemsize for access in pointers for s in access.strides or [0]]
+        wide = any(not 0 <= s < 2**32 for s in strides)
+        extents = [self.extents[n] // self._taken(n) for n in self.shape.rows]
+        divisors = [number for e in extents or [1] for number in divisor(e)]
+        row = self._row(pointers, extents)
+        body = self._looked_up(v, row, body) if self.tables else [*row, *body]
+        return Kernel(
+            "\n".join([*self._head(len(pointers), max(len(extents), 1), wide), *body, "}", ""]),
+            self.block,
+            self.threads,
+            [(a.name, a.constant) for a in pointers],
+            extents,
+            [*strides, *divisors, prod(extents)],
+            f"{len(strides)}{'q' if wide else 'I'}{len(divisors) + 1}I",
+            self.V,
+            *((RESIDENT, AHEAD) if self.tables else ()),
+        )
+
+    def _tables(self) -> dict[str, str]:
+        """Functions of bfloat16 that are looked up in a table, which a block computes once."""
+        total = self.rows * self.width
+        if self.statistics or not self.exact or not TABLE_ELEMENTS <= total < self.V << 30:
+            return {}
+        found = (form_of_table(e) for e in inside([v for _, v in self.stores]))
+        return {form: f"table{i}" for i, form in enumerate(dict.fromkeys(filter(None, found)))}
+
+    def _taken(self, name: str) -> int:
+        return self.together if name == self.by else 1
+
+    # what is loaded when
+
+    def _several(self, loaded: list[Access]) -> tuple[str, int]:
+        """A variable of which a thread takes several rows, and how many: the one along which most
+        tables of positions stay the same. Only where a row is one vector of few threads."""
+        if not self.statistics or self.per_thread > 1 or self.threads > 16:
+            return "", 1
+        best, most = "", 0
+        chosen = {e.name for e in inside([v for _, v in self.stores]) if isinstance(e, Choice)}
+        for i, name in enumerate(self.shape.rows):
+            same = sum(any(a.strides) and not a.strides[i] for a in loaded)
+            divides = any(self.extents[name] % n == 0 for n in TOGETHER)
+            if same and same >= most and divides and name not in chosen:
+                best, most = name, same
+        if not best:
+            return "", 1
+        return best, next(n for n in TOGETHER if self.extents[best] % n == 0)
+
+    def _late(self, vectors: Mapping[int, tuple[Vector, int]]) -> frozenset[int]:
+        """Vectors that are loaded where they are used: those after the first sums, if all would
+        take too many registers."""
+        sizes = [self.V * v.dtype.itemsize // 4 * self.per_thread for v, _ in vectors.values()]
+        later = [n for n, (_, level) in vectors.items() if level]
+        return frozenset(later) if sum(sizes) > EARLY else frozenset()
+
+    # the body
+
+    def _written(self, late: frozenset[int]) -> tuple[Values, list[str]]:
+        v = Values(
+            self.exact,
+            self.V,
+            self.shape,
+            self.layout,
+            {name: t.strides for name, t in self.tensors.items()},
+            late,
+            vector_index="[k]" if self.statistics else "",
+            row_index=(lambda a: "[r]" if self._differs(a) or self.tables else ""),
+            tables=self.tables,
+        )
+        v.held = self._held(v)
         body: list[str] = []
         measured = False
-        for level in range(last + 1):
-            ready = [s for s in statistics if self._level(s) == level + 1]
-            done = [(s, v) for s, v in stores if self._level(v) == level]
-            body += self._loop(level, ready, done)
+        for level in range(max((v.level(value) for _, value in self.stores), default=0) + 1):
+            ready = [s for s in self.statistics if v.level(s) == level + 1]
+            body += self._loop(v, level, ready)
             for s in ready:
                 # the sums before it may still be read by threads of other warps
                 body += ["  __syncthreads();"] if measured and self.threads > 32 else []
-                body += self._measured(s)
+                body += self._measured(v, s)
                 measured = True
-        head = self._head(block, bool(statistics))
-        code = "\n".join([*head, *self._vectors(), *body, "}", ""])
-        pointers = sorted(self.accesses.values(), key=lambda a: a.number)
-        return Kernel(
-            code.replace("@STRUCT@", self._struct()),
-            block,
-            block // self.threads,
-            [(a.name, a.constant) for a in pointers],
-            [self.extents[n] for n in self.shape.rows],
-            [a.strides for a in pointers],
-            self.V,
-        )
+        if self.tables:
+            return v, body
+        early = self._early(v)
+        declared = [self._declared(x) for x in early]
+        shared = [x for x in early if not self._differs(x.access)]
+        loads = [*declared, *self._loads(v, shared)]
+        if not self.by:
+            return v, [*loads, *body]
+        variable = self.shape.rows.index(self.by)
+        each_row = ["#pragma unroll", f"  for (int r = 0; r < {self.together}; r++) {{"]
+        for a in self.layout.accesses.values():
+            if self._differs(a):
+                kind, step = type_name(a.dtype), f"(Bytes)r * a.strides[{a.number}][{variable}]"
+                address = f"({kind}*)((char*)begin{a.number} + {step})"
+                each_row.append(f"  {kind}* const p{a.number} = {address};")
+        apart = [x for x in early if self._differs(x.access)]
+        first = [*each_row, *self._loads(v, apart), "  }"]
+        return v, [*loads, *first, *each_row, *body, "  }"]
 
-    def _vectors(self) -> list[str]:
-        """All loads of vectors, before anything waits for one of them."""
-        loads = [f"    {name}[k].load({where});" for name, (_, where) in self.early.items()]
-        if not loads:
-            return []
-        return [
-            *(f"  {kind} {name}[S::K];" for name, (kind, _) in self.early.items()),
+    def _early(self, v: Values) -> list[Vector]:
+        return [vector for n, (vector, _) in v.vectors.items() if n not in v.late]
+
+    def _looked_up(self, v: Values, row: list[str], body: list[str]) -> list[str]:
+        """The body of a kernel with tables: its blocks stay and loop over all vectors, and a thread
+        loads several of them at once."""
+        early = self._early(v)
+        each = [
             "#pragma unroll",
-            "  for (int k = 0; k < S::K; k++) if (S::inside(k)) {",
-            f"    const int base = S::vector(k) * {self.V};",
-            *loads,
+            f"  for (int r = 0; r < {AHEAD}; r++)",
+            "  if (const unsigned number = start + r * apart; number < vectors) {",
+            *row,
+        ]
+        return [
+            *(f"  __shared__ Halves<{form}> {name};" for form, name in self.tables.items()),
+            *(f"  {name}.fill(threadIdx.x, {self.block});" for name in self.tables.values()),
+            "  __syncthreads();",
+            f"  const unsigned vectors = a.count * {self.threads};",
+            f"  const unsigned apart = gridDim.x * {self.block};",
+            f"  unsigned start = blockIdx.x * {self.block} + threadIdx.x;",
+            f"  for (; start < vectors; start += {AHEAD} * apart) {{",
+            *map(self._declared, early),
+            *[*each, *self._loads(v, early), "  }"],
+            *[*each, *body, "  }"],
             "  }",
         ]
 
-    def _struct(self) -> str:
-        count, rows = len(self.accesses), max(len(self.shape.rows), 1)
-        return (
-            f"struct Args {{ void* at[{count}]; i64 strides[{count}][{rows}]; "
-            f"unsigned extents[{rows}]; unsigned count; }};"
+    def _declared(self, x: Vector) -> str:
+        rows = f"[{self.together}]" if self._differs(x.access) else ""
+        rows = f"[{AHEAD}]" if self.tables else rows
+        vectors = "[S::K]" if self.statistics else ""
+        return f"  Vec<{type_name(x.dtype)}, {self.V}> v{x.access.number}{rows}{vectors};"
+
+    def _loads(self, v: Values, which: list[Vector]) -> list[str]:
+        """Loads of vectors, before anything waits for one of them."""
+        return self._each_vector(
+            [f"    {v.name_of(x)}.load({v.place(x.access)});" for x in which] if which else []
         )
 
-    def _head(self, block: int, sums: bool) -> list[str]:
-        spread = f"using S = Spread<{self.width}, {self.V}, {self.threads}>;"
-        lines = [
+    def _each_vector(self, lines: list[str]) -> list[str]:
+        if not self.statistics or not lines:
+            return lines
+        if any("base" in line for line in lines):
+            lines = [f"    const unsigned base = first + k * {self.apart};", *lines]
+        return [
+            "#pragma unroll",
+            "  for (int k = 0; k < S::K; k++) if (S::inside(k)) {",
+            *lines,
+            "  }",
+        ]
+
+    def _held(self, v: Values) -> dict[Any, None]:
+        """Values along the row that sums are made of and a later level reads again: they stay in
+        registers. What no sum is made of is computed where it is used."""
+        summed = [s.x for s in self.statistics]
+        held = {e: None for e in summed if v.depends(e) and not _is_vector(v, e)}
+        parts = set(inside(summed))
+
+        def look(e: Any, level: int) -> None:
+            if isinstance(e, Statistics | Load):
+                return
+            if e in parts and v.level(e) < level and v.depends(e):
+                held[e] = None
+                return
+            for i in operands(e):
+                look(i, level)
+
+        for e in (*(value for _, value in self.stores), *summed):
+            look(e, v.level(e))
+        if any(e.dtype == torch.float64 for e in held):
+            raise Unsupported("sums of float64")
+        return {e: None for e in held if not isinstance(e, Statistics)}
+
+    def _loop(self, v: Values, level: int, ready: list[Statistics]) -> list[str]:
+        """Everything of one level: what sums are made of, and what is stored."""
+        wanted = [e for e in v.held if v.level(e) == level]
+        done = [(s, value) for s, value in self.stores if v.level(value) == level]
+        v.begin(level)
+        for s in ready:
+            if isinstance(s.x, Load) and s.x not in v.held:
+                v.floats(s.x)
+        for e in wanted:
+            v.hold(e)
+        for store, value in done:
+            self._stored(v, store, value)
+        arrays = []
+        for e in wanted:
+            kind, count = v.array_type(e)
+            arrays.append(f"  {kind} {v.array(e)}[S::K][{count}];")
+        inner = self._each_vector([f"    {line}" for line in v.inner])
+        return [*(f"  {line}" for line in v.scalars), *arrays, *inner]
+
+    def _measured(self, v: Values, s: Statistics) -> list[str]:
+        """The statistics of a row, from the values that its threads hold."""
+        order = self.orders[s]
+        name = v.names.setdefault(s, f"sum{len(v.names)}")
+        get = f"[&](int k, int i) {{ return {v.element(s.x)}; }}"
+        total = f"{order}::template of<S>({get}, {scratch_name(order)})"
+        if s.op is aten.sum.dim_IntList:
+            return [f"  const float {name} = {total};"]
+        if s.op is aten.mean.dim:
+            factor = mean_order(self.width, self.rows, self.V).factor
+            return [f"  const float {name} = __fmul_rn({total}, {float_literal(factor)});"]
+        eps = s.args[0]
+        if eps is None:
+            eps = torch.finfo(s.dtype).eps
+        given = f"{get}, {float_literal(eps)}, 0.f, {scratch_name(order)}"
+        return [f"  {order} {name};", f"  {name}.template measure<S>({given});"]
+
+    def _stored(self, v: Values, store: Store, value: Lowered) -> None:
+        paired = value.dtype == store.dtype and v.is_paired(value)
+        parts = v.pairs(value) if paired else v.floats(value)
+        if store.dtype not in TYPES and store.dtype != torch.bool:
+            raise Unsupported(f"results of {store.dtype}")
+        access, places = self.layout.address(
+            store.target, self.tensors[store.target].strides, store.index, store.dtype
+        )
+        kind, place = type_name(store.dtype), v.place(access)
+        whole = store.dtype in TYPES
+        dense = whole and places == list(range(self.V)) and self.V > 1
+        if dense and self.layout.is_aligned(access):
+            name = f"o{access.number}"
+            v.inner.append(f"Vec<{kind}, {self.V}> {name};")
+            for i in range(0, self.V, 2):
+                both = (
+                    f"word({i}) = {parts[i // 2]}"
+                    if paired
+                    else (f"set({i}, {parts[i]}, {parts[i + 1]})")
+                )
+                v.inner.append(f"{name}.{both};")
+            lines = [f"{name}.store_whole({place});"]
+        else:
+            lines = []
+            for lane, at in zip(v.floats(value), places, strict=True):
+                text = f"narrow<{kind}>({lane})" if whole else f"{lane} != 0.f"
+                lines.append(f"*({place} + {at}) = {text};")
+        # without sums there are no threads beyond the last row
+        v.inner += ["if (live) {", *lines, "}"] if self.statistics else lines
+
+    # the head
+
+    def _head(self, count: int, variables: int, wide: bool) -> list[str]:
+        return [
             '#include "ops/row/norms.cuh"',
             '#include "ops/gelu/cuda.cuh"',
             *(['#include "fuser/gradients.cuh"'] if self._has_gradients() else []),
             "using namespace kernelwright;",
-            "@STRUCT@",
-            f'extern "C" __global__ void __launch_bounds__({block})',
+            f"using Bytes = {'i64' if wide else 'unsigned long long'};",
+            f"struct Args {{ void* at[{count}]; {'i64' if wide else 'unsigned'} "
+            f"strides[{count}][{variables}]; Divisor extents[{variables}]; unsigned count; }};",
+            f'extern "C" __global__ void __launch_bounds__({self.block})',
             f"{ENTRY}(const __grid_constant__ Args a) {{",
-            f"  {spread}",
-            f"  const i64 number = (i64)blockIdx.x * {block // self.threads} + "
-            f"threadIdx.x / {self.threads};",
-            "  const bool live = number < a.count;",
-            "  unsigned row = live ? unsigned(number) : a.count - 1;",
         ]
-        if not sums:
-            lines.append("  if (!live) return;")
-        for i in reversed(range(len(self.shape.rows))):
-            name = self.shape.rows[i]
-            if i:
-                lines.append(f"  const unsigned {name} = row % a.extents[{i}];")
-                lines.append(f"  row /= a.extents[{i}];")
-            else:
-                lines.append(f"  const unsigned {name} = row;")
-        for access in self.accesses.values():
-            terms = [
-                f"{name} * a.strides[{access.number}][{i}]"
-                for i, name in enumerate(self.shape.rows)
-                if access.strides[i]
-            ]
-            offset = " + ".join(terms) if terms else "0"
-            kind = type_name(access.dtype)
-            lines.append(
-                f"  {kind}* const p{access.number} = ({kind}*)a.at[{access.number}] + {offset};"
-            )
-        if self.order:
-            for n in dict.fromkeys(self._orders.values()):
-                lines.append(
-                    f"  __shared__ float {scratch_name(n)}[Scratch<{n}, S, {block}>::FLOATS];"
-                )
-        return lines
 
     def _has_gradients(self) -> bool:
         steps = (e for e in walk(*(s.value for s in self.program.stores)) if isinstance(e, Step))
         return any(getattr(e.op, "overloadpacket", e.op) in GRADIENTS for e in steps)
 
-    _orders: dict[Statistics, str] = field(default_factory=dict)
-
-    def _held(self, stores: list[tuple[Store, Lowered]], statistics: list[Statistics]) -> set[Any]:
-        """Values along the row that a later level reads again: they stay in registers."""
-        held: set[Any] = {s.x for s in statistics if self._depends(s.x)}
-
-        def look(e: Any, level: int) -> None:
-            if isinstance(e, Statistics):
-                return
-            again = any(self._level(s) == self._level(e) + 1 for s in statistics)
-            computed = again and not isinstance(e, Load)
-            if computed and self._level(e) < level and self._depends(e):
-                held.add(e)
-                return
-            for i in operands(e):
-                look(i, level)
-
-        for _, value in stores:
-            look(value, self._level(value))
-        for s in statistics:
-            look(s.x, self._level(s.x))
-        if any(e.dtype == torch.float64 for e in held):
-            raise Unsupported("sums of float64")
-        return {e for e in held if not isinstance(e, Statistics)}
-
-    def _loop(
-        self, level: int, ready: list[Statistics], done: list[tuple[Store, Lowered]]
-    ) -> list[str]:
-        """Everything of one level: what sums are made of, and what is stored."""
-        wanted = [e for e in self.held if self._level(e) == level]
-        roots = [*(s.x for s in ready), *wanted, *(v for _, v in done)]
-        if not roots:
-            return []
-        self.scalars: list[str] = []
-        self.inner: list[str] = []
-        self.done: dict[Any, list[str]] = {}
-        self.vectors: dict[Any, str] = {}
-        self.texts: dict[str, str] = {}
-        for e in dict.fromkeys(roots):
-            lanes = self._lanes(e, level)
-            if e in self.held and self._level(e) == level:
-                for i, name in enumerate(lanes):
-                    self.inner.append(f"{self._array(e)}[k][{i}] = {name};")
-        for store, value in done:
-            self._stored(store, self._lanes(value, level))
-        arrays = [f"  float {self._array(e)}[S::K][{self.V}];" for e in wanted]
-        loop = [
-            "#pragma unroll",
-            "  for (int k = 0; k < S::K; k++) if (S::inside(k)) {",
-            f"    const int base = S::vector(k) * {self.V};",
-            *(f"    {line}" for line in self.inner),
-            "  }",
-        ]
-        return [*(f"  {line}" for line in self.scalars), *arrays, *loop]
-
-    def _array(self, e: Any) -> str:
-        return self.names.setdefault(e, f"held{len(self.names)}")
-
-    def _measured(self, s: Statistics) -> list[str]:
-        """The statistics of a row, from the values that its threads hold."""
-        order = self._orders[s]
-        name, array = self.names.setdefault(s, f"sum{len(self.names)}"), self._array(s.x)
-        get = f"[&](int k, int i) {{ return {array}[k][i]; }}"
-        if s.op is aten.mean.dim:
-            factor = mean_order(self.width, self.rows, self.V).factor
-            total = f"{order}::template of<S>({get}, {scratch_name(order)})"
-            return [f"  const float {name} = __fmul_rn({total}, {float_literal(factor)});"]
-        if s.op is aten.sum.dim_IntList:
-            total = f"{order}::template of<S>({get}, {scratch_name(order)})"
-            return [f"  const float {name} = {total};"]
-        eps = s.args[0]
-        if eps is None:
-            eps = torch.finfo(s.dtype).eps
-        call = (
-            f"{name}.template measure<S>({get}, {float_literal(eps)}, 0.f, {scratch_name(order)});"
-        )
-        return [f"  {order} {name};", f"  {call}"]
-
-    # expressions
-
-    def _lanes(self, e: Any, level: int) -> list[str]:
-        """The names of the values of an expression, one for each lane."""
-        if e in self.done:
-            return self.done[e]
-        if isinstance(e, Statistics):
-            lanes = [self.names[e]] * self.V
-        elif e in self.held and self._level(e) < level:
-            lanes = [f"{self._array(e)}[k][{i}]" for i in range(self.V)]
-        elif isinstance(e, Load):
-            lanes = self._loaded(e)
-        elif isinstance(e, Choice):
-            lanes = self._chosen(e, level)
-        else:
-            lanes = self._computed(e, level)
-        self.done[e] = lanes
-        return lanes
-
-    def _computed(self, e: Any, level: int) -> list[str]:
-        if isinstance(e, Normed):
-            of = self.names[e.of]
-            given = [self._lanes(e.x, level)]
-            given += [self._lanes(s, level) if s is not None else [""] * self.V for s in e.scales]
-            lines = [normed(of, e, [g[i] for g in given], self.exact) for i in range(self.V)]
-        else:
-            args = [
-                self._lanes(a, level) if isinstance(a, Lowered) else [number(a)] * self.V
-                for a in e.args
+    def _row(self, pointers: list[Access], extents: list[int]) -> list[str]:
+        """Where the row of a thread lies."""
+        lines = self._row_of_many() if self.statistics else self._row_of_one()
+        for i in reversed(range(len(extents))):
+            name = self.shape.rows[i]
+            times = f" * {self.together}" if name == self.by else ""
+            if extents[i] == 1:
+                lines.append(f"  const unsigned {name} = 0;")
+            elif i:
+                lines.append(f"  const unsigned above{i} = a.extents[{i}].into(row);")
+                inside = f"row - above{i} * a.extents[{i}].size"
+                lines.append(f"  const unsigned {name} = ({inside}){times};")
+                lines.append(f"  row = above{i};")
+            else:
+                lines.append(f"  const unsigned {name} = row{times};")
+        for access in pointers:
+            steps = [
+                f" + (Bytes){name} * a.strides[{access.number}][{i}]"
+                for i, name in enumerate(self.shape.rows)
+                if access.strides[i]
             ]
-            types = [a.dtype if isinstance(a, Lowered) else None for a in e.args]
-            make = step_maker(e, types, self.exact)
-            lines = [make([a[i] for a in args]) for i in range(self.V)]
-        if not self._depends(e):
-            return [self._named(self.scalars, lines[0], e.dtype)] * self.V
-        return [self._named(self.inner, line, e.dtype) for line in lines]
-
-    def _named(self, into: list[str], text: str, dtype: torch.dtype) -> str:
-        """A name for a value; the same one if it was computed before."""
-        if text.isidentifier():
-            return text
-        if text not in self.texts:
-            name = self.texts[text] = f"e{next(self.numbers)}"
-            into.append(f"const {computed_type(dtype)} {name} = {text};")
-        return self.texts[text]
-
-    def _chosen(self, e: Choice, level: int) -> list[str]:
-        pieces = [self._lanes(p, level) for p in e.pieces]
-        if e.name in self.shape.along and not self.layout.rest[e.name]:
-            return [pieces[self.layout.lane[e.name][i]][i] for i in range(self.V)]
-        if e.name in self.shape.along and any(self.layout.lane[e.name]):
-            raise Unsupported("a choice inside a vector")
-        value = e.name if e.name in self.shape.rows else f"({self.layout.rest[e.name]})"
-        lines = []
-        for i in range(self.V):
-            text = pieces[-1][i]
-            for k in reversed(range(len(pieces) - 1)):
-                text = f"({value} == {k} ? {pieces[k][i]} : {text})"
-            lines.append(self._named(self.inner, text, e.dtype))
+            kind, begin = type_name(access.dtype), self._begin(access)
+            address = f"(char*)a.at[{access.number}]{''.join(steps)}"
+            lines.append(f"  {kind}* const {begin} = ({kind}*)({address});")
+        for n in dict.fromkeys(self.orders.values()):
+            floats = f"Scratch<{n}, S, {self.block}>::FLOATS"
+            lines.append(f"  __shared__ float {scratch_name(n)}[{floats}];")
         return lines
 
-    # memory
+    def _begin(self, access: Access) -> str:
+        """The pointer to the first row of a thread."""
+        return f"begin{access.number}" if self._differs(access) else f"p{access.number}"
 
-    def _loaded(self, e: Load) -> list[str]:
-        access, lanes = self.layout.address(
-            e.source, self.tensors[e.source].strides, e.index, e.dtype
-        )
-        kind, offset = type_name(e.dtype), self.layout.offset(access)
-        into = self.inner if access.dynamic or len(set(lanes)) > 1 else self.scalars
-        within = self.V > 1 and max(lanes) < self.V and len(set(lanes)) > 1
-        if within and e.dtype in TYPES and self.layout.is_aligned(access):
-            name = f"v{access.number}"
-            self.early.setdefault(name, (f"Vec<{kind}, {self.V}>", f"p{access.number} + {offset}"))
-            return [f"{name}[k].get({lane})" for lane in lanes]
-        found = []
-        for lane in lanes:
-            key = "single", access.number, lane
-            if key not in self.vectors:
-                # what is the same along a row is declared for all levels
-                of_row = into is self.scalars
-                number = f"row{next(self.numbers)}" if of_row else f"{len(self.vectors)}"
-                name = self.vectors[key] = f"x{access.number}_{number}"
-                value = f"widen(p{access.number}[{offset} + {lane}])"
-                kind = computed_type(e.dtype)
-                if e.dtype not in TYPES:
-                    value = f"{kind}(p{access.number}[{offset} + {lane}])"
-                into.append(f"const {kind} {name} = {value};")
-            found.append(self.vectors[key])
-        return found
+    def _differs(self, access: Access) -> bool:
+        """Whether the rows of a thread are at different places."""
+        return bool(self.by and access.strides[self.shape.rows.index(self.by)])
 
-    def _stored(self, store: Store, lanes: list[str]) -> None:
-        access, places = self.layout.address(
-            store.target, self.tensors[store.target].strides, store.index, store.dtype
-        )
-        kind, offset = type_name(store.dtype), self.layout.offset(access)
-        if store.dtype not in TYPES and store.dtype != torch.bool:
-            raise Unsupported(f"results of {store.dtype}")
-        whole = store.dtype in TYPES
-        dense = (
-            whole
-            and places == list(range(self.V))
-            and self.V > 1
-            and self.layout.is_aligned(access)
-        )
-        self.inner.append("if (live) {")
-        if dense:
-            name = f"o{access.number}"
-            self.inner.append(f"Vec<{kind}, {self.V}> {name};")
-            for i in range(0, self.V, 2):
-                self.inner.append(f"{name}.set({i}, {lanes[i]}, {lanes[i + 1]});")
-            self.inner.append(f"{name}.store_whole(p{access.number} + {offset});")
+    def _row_of_many(self) -> list[str]:
+        """Which row a thread takes part in, and where its first vector begins."""
+        rows = self.block // self.threads
+        if rows == 1:
+            number = ["  unsigned row = blockIdx.x;", "  constexpr bool live = true;"]
         else:
-            for lane, place in zip(lanes, places, strict=True):
-                value = f"narrow<{kind}>({lane})" if whole else f"{lane} != 0.f"
-                self.inner.append(f"p{access.number}[{offset} + {place}] = {value};")
-        self.inner.append("}")
+            number = [
+                f"  const unsigned number = blockIdx.x * {rows} + threadIdx.x / {self.threads};",
+                "  const bool live = number < a.count;",
+                "  unsigned row = live ? number : a.count - 1;",
+            ]
+        return [
+            f"  using S = Spread<{self.width}, {self.V}, {self.threads}>;",
+            *number,
+            f"  const unsigned first = S::thread() * {self.V};",
+        ]
+
+    def _row_of_one(self) -> list[str]:
+        """Which vector of which row a thread has."""
+        many = self.rows * self.threads >= 2**31
+        kind = "unsigned long long" if many else "unsigned"
+        number = [f"  const {kind} number = ({kind})blockIdx.x * {self.block} + threadIdx.x;"]
+        return [
+            *([] if self.tables else number),
+            f"  unsigned row = unsigned(number / {self.threads});",
+            *([] if self.tables else ["  if (row >= a.count) return;"]),
+            f"  const unsigned first = unsigned(number % {self.threads}) * {self.V};",
+        ]
+
+
+def _is_vector(v: Values, e: Any) -> bool:
+    return isinstance(e, Load) and v.vector(e) is not None

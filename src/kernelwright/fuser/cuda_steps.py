@@ -9,10 +9,12 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
+from ..ops import ways
 from .expression import Step
-from .lowering import PRODUCT, Normed
+from .lowering import PRODUCT, Lowered
 
 aten: Any = torch.ops.aten
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -38,9 +40,10 @@ def number(value: Any) -> str:
     return float_literal(float(value)) if isinstance(value, int | float) else ""
 
 
-def normed(of: str, e: Normed, given: list[str], exact: bool) -> str:
+def normed(of: str, given: list[str], exact: bool) -> str:
+    """An element of a norm's result, not rounded yet."""
     x, weight, bias = (*given, "", "")[:3]
-    rounding = f"Each<{type_name(e.dtype)}>" if exact else "Once"
+    rounding = "Each<float>" if exact else "Once"
     return (
         f"{of}.template apply<{rounding}>({x}, {_flag(weight)}, {weight or '1.f'}, "
         f"{_flag(bias)}, {bias or '0.f'})"
@@ -117,6 +120,11 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.maximum: _binary("fmaxf"),
     aten.minimum: _binary("fminf"),
 }
+# with the same bits where the operand has 16
+STEPS_OF_16_BITS: dict[Any, Callable[..., str]] = {
+    aten.sigmoid: lambda a: f"logistic_of_16_bits(1.f, {a})",
+    aten.silu: lambda a: f"logistic_of_16_bits({a}, {a})",
+}
 # the few that positions are rotated with
 STEPS_OF_DOUBLES: dict[Any, Callable[..., str]] = {
     aten.add: _binary("__dadd_rn"),
@@ -135,14 +143,90 @@ TRUTH = frozenset(
         *("bitwise_and", "bitwise_or", "bitwise_not", "_to_copy", "clone", "where"),
     )
 )
-GELU = {"none": "GeluErf<false>::of", "tanh": "GeluTanh<false>::of"}
-GELU_BACKWARD = {"none": "gelu_erf_backward", "tanh": "gelu_tanh_backward"}
+# functions whose arithmetic is that of CUDA's mathematical library, by their subject in `ways`
+SUBJECTS = {
+    aten.rsqrt: "rsqrt",
+    aten.exp: "exp",
+    aten.sin: "sin",
+    aten.cos: "cos",
+    aten.tanh: "tanh",
+    aten.sigmoid: "sigmoid",
+    aten.silu: "silu",
+}
+# a step of these on 16-bit numbers has one of them as its result: there is nothing to round
+EXACT = frozenset(
+    getattr(aten, name)
+    for name in ("neg", "abs", "relu", "clone", "_to_copy", "where", "maximum", "minimum")
+)
+# steps on pairs of 16-bit numbers
+PAIRS: dict[Any, Callable[..., str]] = {
+    aten.add: lambda t, a, b: f"add_pairs<{t}>({a}, {b})",
+    aten.sub: lambda t, a, b: f"sub_pairs<{t}>({a}, {b})",
+    aten.rsub: lambda t, a, b: f"sub_pairs<{t}>({b}, {a})",
+    aten.mul: lambda t, a, b: f"mul_pairs<{t}>({a}, {b})",
+    aten.neg: lambda t, a: f"({a} ^ 0x80008000u)",
+    aten.clone: lambda t, a: a,
+    aten._to_copy: lambda t, a: a,
+}
+
+
 # those of fuser/gradients.cuh
 GRADIENTS = frozenset((aten.silu_backward, aten.gelu_backward))
 
 
+def is_exact(e: Any) -> bool:
+    """Whether a step has results of its dtype before any rounding."""
+    if not isinstance(e, Step) or getattr(e.op, "overloadpacket", e.op) not in EXACT:
+        return False
+    return _is_of_its_dtype(e, {torch.bool, e.dtype})
+
+
+def pairs_of(e: Step) -> Callable[..., str] | None:
+    """What makes two elements of a step at once, with the bits of one by one; None if nothing."""
+    packet = getattr(e.op, "overloadpacket", e.op)
+    if packet not in PAIRS or dict(e.kwargs).get("alpha", 1) != 1:
+        return None
+    if not _is_of_its_dtype(e, {e.dtype}):
+        return None
+    make, kind = PAIRS[packet], type_name(e.dtype)
+    return lambda *pairs: make(kind, *pairs)
+
+
+def _is_of_its_dtype(e: Step, dtypes: set[torch.dtype]) -> bool:
+    """Whether all operands of a step have one of `dtypes`; numbers are those of its own dtype."""
+    return all(
+        a.dtype in dtypes
+        if isinstance(a, Lowered)
+        else isinstance(a, int | float) and torch.tensor(float(a), dtype=e.dtype).item() == a
+        for a in e.args
+    )
+
+
+def _gelu(e: Step, exact: bool) -> str:
+    if dict(e.kwargs).get("approximate", "none") == "none":
+        return ways.gelu_erf() if exact else "GeluErf<false>"
+    if exact:
+        ways.way("F.gelu tanh")
+    return "GeluTanh<false>"
+
+
+def _gelu_backward(e: Step, exact: bool) -> str:
+    if dict(e.kwargs).get("approximate", "none") == "tanh":
+        return "gelu_tanh_backward"
+    if exact and ways.erf() != ways.ERFS[ways.COMPILER]:
+        raise Unsupported(f"{e.op} with the erf of this PyTorch")
+    return "gelu_erf_backward"
+
+
+def form_of_table(e: Any) -> str | None:
+    """What the table of a step is made with, if there is one: `Halves` of gelu/cuda.cuh."""
+    if not isinstance(e, Step) or e.op is not aten.gelu.default or e.dtype != torch.bfloat16:
+        return None
+    return _gelu(e, True) if e.args[0].dtype == torch.bfloat16 else None
+
+
 def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
-    """What makes one lane of a step, rounded to its dtype if `exact`."""
+    """What makes one lane of a step, not rounded yet."""
     packet = getattr(e.op, "overloadpacket", e.op)
     kwargs = dict(e.kwargs)
     if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
@@ -154,7 +238,7 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if torch.float64 in types:
         if packet is not aten._to_copy:
             raise Unsupported(f"{e.op} of float64")
-        return lambda a: _rounded(f"float({a[0]})", e.dtype, exact)
+        return lambda a: f"float({a[0]})"
     if e.dtype == torch.bool and packet is aten.mul:
         packet = aten.logical_and
     bits = packet in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_not)
@@ -167,26 +251,28 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if kwargs.pop("rounding_mode", None) is not None:
         raise Unsupported(f"{e.op} with a rounding of its own")
     if packet is aten.gelu:
-        name = GELU[kwargs.get("approximate", "none")]
-        return lambda a: _rounded(f"{name}({a[0]})", e.dtype, exact)
+        name = _gelu(e, exact)
+        return lambda a: f"{name}::of({a[0]})"
     if packet is aten.gelu_backward:
-        name = GELU_BACKWARD[kwargs.get("approximate", "none")]
-        return lambda a: _rounded(f"{name}({a[0]}, {a[1]})", e.dtype, exact)
+        name = _gelu_backward(e, exact)
+        return lambda a: f"{name}({a[0]}, {a[1]})"
     if packet is aten.pow and e.args[1] == 3:
         # two products, each rounded to the dtype
-        return lambda a: _rounded(
-            f"__fmul_rn({_rounded(f'__fmul_rn({a[0]}, {a[0]})', e.dtype, exact)}, {a[0]})",
-            e.dtype,
-            exact,
-        )
-    make = STEPS.get(packet)
+        square = "__fmul_rn({0}, {0})".format
+        return lambda a: f"__fmul_rn({rounded(square(a[0]), e.dtype)}, {a[0]})"
+    make = STEPS_OF_16_BITS.get(packet) if types[0] in HALVES and exact else None
+    make = make or STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")
+    if exact and packet in SUBJECTS:
+        ways.way(SUBJECTS[packet])
     if packet in COMPARISONS and types[-1] is None and types[0] is not None:
         # PyTorch rounds the number to the dtype that it compares in
         border = float_literal(torch.tensor(e.args[1], dtype=types[0]).item())
-        return lambda a: _rounded(make(a[0], border), e.dtype, exact)
-    return lambda a: _rounded(make(*a), e.dtype, exact)
+        return lambda a: make(a[0], border)
+    if e.dtype == torch.bool:
+        return lambda a: f"({make(*a)} != 0.f ? 1.f : 0.f)"
+    return lambda a: make(*a)
 
 
 def _of_doubles(
@@ -198,9 +284,6 @@ def _of_doubles(
     return lambda a: make(*a)
 
 
-def _rounded(text: str, dtype: torch.dtype, exact: bool) -> str:
-    if dtype == torch.bool:
-        return f"({text} != 0.f ? 1.f : 0.f)"
-    if dtype == torch.float32 or not exact:
-        return text
-    return f"rounded<{type_name(dtype)}>({text})"
+def rounded(text: str, dtype: torch.dtype) -> str:
+    """A value rounded to a dtype."""
+    return f"rounded<{type_name(dtype)}>({text})" if dtype in HALVES else text

@@ -7,10 +7,11 @@ between them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from string import Template
 
 from ..backends import Unsupported
-from .cuda_source import ENTRY, Kernel, Tensor
+from .cuda_kernel import ENTRY, Kernel, Tensor
 from .expression import Load
 from .index import position
 from .program import Program
@@ -26,7 +27,8 @@ struct Args {
   void* at[2]; i64 strides[2][$rank]; unsigned extents[$rank]; unsigned count; unsigned extra[2];
 };
 extern "C" __global__ void __launch_bounds__(256) $entry(const __grid_constant__ Args a) {
-  __shared__ T tile[$tile][$tile + 2];
+  // pair c of row j lies at c ^ j / 2: neighbours along a row and down a column are in other banks
+  __shared__ Pair tile[$tile][$tile / 2];
   unsigned number = blockIdx.x;
   const unsigned d$last = number % a.extents[$last]; number /= a.extents[$last];
   const unsigned d$before = number % a.extents[$before]; number /= a.extents[$before];
@@ -37,22 +39,40 @@ $digits
   const unsigned near = min($tile, a.extra[0] - d$before * $tile);
   const unsigned far = min($tile, a.extra[1] - d$last * $tile);
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool even_in = ((i64)from / sizeof(T) | across | near) % 2 == 0;
-  for (unsigned j = warp; j < far; j += 8) {
-    if (even_in) {
-      if (2 * lane < near) {
-        const Pair p = *(const Pair*)(from + j * across + 2 * lane);
-        tile[j][2 * lane] = p.a; tile[j][2 * lane + 1] = p.b;
+  if (((i64)from / sizeof(T) | across | near) % 2 == 0) {
+    Pair read[$tile / 8];
+#pragma unroll
+    for (unsigned k = 0; k < $tile / 8; k++)
+      if (const unsigned j = warp + 8 * k; j < far && 2 * lane < near)
+        read[k] = *(const Pair*)(from + j * across + 2 * lane);
+#pragma unroll
+    for (unsigned k = 0; k < $tile / 8; k++)
+      if (const unsigned j = warp + 8 * k; j < far) tile[j][lane ^ j / 2] = read[k];
+  } else {
+    for (unsigned j = warp; j < far; j += 8)
+      for (unsigned i = lane; i < near; i += 32) {
+        Pair& pair = tile[j][i / 2 ^ j / 2];
+        (i % 2 ? pair.b : pair.a) = from[j * across + i];
       }
-    } else for (unsigned i = lane; i < near; i += 32) tile[j][i] = from[j * across + i];
   }
   __syncthreads();
-  const bool even_out = ((i64)to / sizeof(T) | down | far) % 2 == 0;
-  for (unsigned i = warp; i < near; i += 8) {
-    if (even_out) {
-      if (2 * lane < far)
-        *(Pair*)(to + i * down + 2 * lane) = Pair{tile[2 * lane][i], tile[2 * lane + 1][i]};
-    } else for (unsigned j = lane; j < far; j += 32) to[i * down + j] = tile[j][i];
+  const bool even = ((i64)to / sizeof(T) | down | far) % 2 == 0;
+  to += 2 * warp * down + 2 * lane;
+  if (2 * lane >= far) return;
+#pragma unroll
+  for (unsigned k = 0; k < $tile / 16; k++, to += 16 * down) {
+    const unsigned c = warp + 8 * k;
+    const Pair one = tile[2 * lane][c ^ lane], two = tile[2 * lane + 1][c ^ lane];
+    if (even) {
+      if (2 * c < near) *(Pair*)to = Pair{one.a, two.a};
+      if (2 * c + 1 < near) *(Pair*)(to + down) = Pair{one.b, two.b};
+    } else {
+      const bool both = 2 * lane + 1 < far;
+      if (2 * c < near) to[0] = one.a;
+      if (2 * c < near && both) to[1] = two.a;
+      if (2 * c + 1 < near) to[down] = one.b;
+      if (2 * c + 1 < near && both) to[down + 1] = two.b;
+    }
   }
 }
 """)
@@ -88,16 +108,15 @@ def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel | None:
         **{"word": WORDS[size], "rank": rank, "entry": ENTRY, "tile": TILE, "last": last},
         **{"before": before, "digits": "\n".join(digits), "from": moved[0], "to": moved[1]},
     )
+    steps = [[*(s[n] for n in batch), s[i] * TILE, s[j] * TILE] for s in (source, target)]
+    tiles = [*(extents[n] for n in batch), -(-extents[i] // TILE), -(-extents[j] // TILE)]
     return Kernel(
         code,
         block=256,
-        rows_per_block=1,
-        pointers=[
-            (load.source, read.constant),
-            (store.target, written.constant),
-        ],
-        extents=[*(extents[n] for n in batch), -(-extents[i] // TILE), -(-extents[j] // TILE)],
-        strides=[[*(s[n] for n in batch), s[i] * TILE, s[j] * TILE] for s in (source, target)],
+        row_threads=256,
+        pointers=[(load.source, read.constant), (store.target, written.constant)],
+        extents=tiles,
+        numbers=[*steps[0], *steps[1], *tiles, prod(tiles), extents[i], extents[j]],
+        layout=f"{2 * rank}q{rank + 3}I",
         alignment=1,
-        extra=[extents[i], extents[j]],
     )

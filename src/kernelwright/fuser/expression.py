@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -94,6 +95,24 @@ def inside(e: Any) -> Iterator[Expression]:
     elif isinstance(e, Row):
         yield e.x
         yield from (s for s in e.scales if s is not None)
+
+
+def rewritten(change: Callable[[Load], Expression]) -> Callable[[Any], Any]:
+    """What makes an expression anew, with its loads changed."""
+
+    @cache
+    def new(e: Any) -> Any:
+        if isinstance(e, Load):
+            return change(e)
+        if isinstance(e, Step):
+            args = tuple(new(a) if isinstance(a, Expression) else a for a in e.args)
+            return replace(e, args=args)
+        if isinstance(e, Choice):
+            return replace(e, pieces=tuple(map(new, e.pieces)))
+        scales = tuple(None if s is None else new(s) for s in e.scales)
+        return replace(e, x=new(e.x), scales=scales)
+
+    return new
 
 
 def walk(*roots: Expression) -> Iterator[Expression]:

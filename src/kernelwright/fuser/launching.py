@@ -15,11 +15,11 @@ from .. import backends
 from ..backends import Target, Unsupported
 from ..backends.cuda import CudaLaunch, compile_cubin
 from . import cuda_source, cuda_transpose
-from .cuda_source import ENTRY, Kernel
+from .cuda_kernel import ENTRY, Kernel
 from .program import Program
 from .row_layout import ACCESS
 
-MAX_ROWS = 2**32 - 1
+MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,19 @@ def kernel_of(
     return cuda_transpose.kernel(program, layout) or cuda_source.kernel(program, layout, exact)
 
 
-def launch_of(kernel: Kernel) -> ProgramLaunch:
+def launch_of(kernel: Kernel, multiprocessors: int = 1) -> ProgramLaunch:
     rows = prod(kernel.extents)
     if rows > MAX_ROWS:
         raise Unsupported(f"{rows} rows")
-    padded = [s or [0] for s in kernel.strides]
-    extents = kernel.extents or [1]
     return ProgramLaunch(
         source="fuser",
         template=ENTRY,
         arguments="Args",
-        grid=-(-rows // kernel.rows_per_block),
+        grid=kernel.grid(multiprocessors),
         block=kernel.block,
         pointers=tuple(f"{name} {i}" for i, (name, _) in enumerate(kernel.pointers)),
-        layout=f"{sum(map(len, padded))}q{len(extents) + 1 + len(kernel.extra)}I",
-        scalars=(*(s for stride in padded for s in stride), *extents, rows, *kernel.extra),
+        layout=kernel.layout,
+        scalars=tuple(kernel.numbers),
         text=kernel.code,
     )
 
@@ -111,7 +109,7 @@ class Launched:
     """One program on one GPU, for tensors of one layout."""
 
     def __init__(self, kernel: Kernel, sizes: Mapping[str, int], device: torch.device) -> None:
-        launch = launch_of(kernel)
+        launch = launch_of(kernel, Target.of(device).multiprocessors)
         # (name, bytes to add to its address, what the sum has to be a multiple of)
         self.places = [
             (name, offset * sizes[name], min(ACCESS, kernel.alignment * sizes[name]))

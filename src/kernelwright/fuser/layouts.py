@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 
 from ..backends import Unsupported
-from .expression import Choice, Expression, Load, Step, walk
+from .expression import Load, rewritten, walk
 from .index import Affine, position
 from .lowering import Shape
 from .program import Program, Store
@@ -72,18 +71,11 @@ class _Layouts:
     def _renamed(self, program: Program) -> Program:
         """A program that reads and writes the copies."""
 
-        @cache
-        def moved(e: Any) -> Any:
-            if isinstance(e, Load):
-                return replace(e, source=e.source + IN_ROWS) if e.source in self.copied else e
-            if isinstance(e, Step):
-                args = tuple(moved(a) if isinstance(a, Expression) else a for a in e.args)
-                return replace(e, args=args)
-            if isinstance(e, Choice):
-                return replace(e, pieces=tuple(map(moved, e.pieces)))
-            scales = tuple(None if s is None else moved(s) for s in e.scales)
-            return replace(e, x=moved(e.x), scales=scales)
+        def copy(load: Load) -> Load:
+            copied = load.source in self.copied
+            return replace(load, source=load.source + IN_ROWS) if copied else load
 
+        moved = rewritten(copy)
         stores = []
         for s in program.stores:
             s = replace(s, value=moved(s.value))

@@ -7,7 +7,7 @@ it does to each element.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -59,6 +59,26 @@ def operands(e: Any) -> list[Any]:
     return list(e.pieces) if isinstance(e, Choice) else []
 
 
+def inside(values: Iterable[Lowered]) -> list[Any]:
+    """Everything that values are made of, each once, operands first."""
+    found: dict[Any, None] = {}
+
+    def look(e: Any) -> None:
+        if e not in found:
+            for i in operands(e):
+                look(i)
+            found[e] = None
+
+    for value in values:
+        look(value)
+    return list(found)
+
+
+def statistics_of(values: Iterable[Lowered]) -> list[Statistics]:
+    """The sums along the row that values are made of, operands first."""
+    return [e for e in inside(values) if isinstance(e, Statistics)]
+
+
 # the parts of a complex product, of the four parts of its factors
 PRODUCT = ("real part of a product", "imaginary part of a product")
 PARTS_OF_COMPLEX = {aten.real: 0, aten.imag: 1}
@@ -108,7 +128,7 @@ def lowered(e: Expression, space: Space) -> Lowered:
                 return low(part_of(e.args[0], whole))
             return replace(e, args=tuple(low(a) if _is_expression(a) else a for a in e.args))
         if isinstance(e, Choice):
-            return replace(e, pieces=tuple(map(low, e.pieces)))
+            return chosen_inside(e.name, tuple(map(low, e.pieces)))
         if isinstance(e, Row):
             of = Statistics(e.op, low(e.x), e.over, e.args, e.dtype)
             if e.at is None:
@@ -120,6 +140,74 @@ def lowered(e: Expression, space: Space) -> Lowered:
         return e
 
     return low(e)
+
+
+def chosen_inside(name: str, pieces: tuple[Any, ...]) -> Any:
+    """The one of `pieces` that the variable `name` tells, computed once: pieces made in the same
+    way choose between what they are made of, and loads that only begin elsewhere are one."""
+    first, *others = pieces
+    if all(p == first for p in others):
+        return first
+    alike = all(type(p) is type(first) and p.dtype == first.dtype for p in others)
+    if alike and isinstance(first, Load):
+        load = _one_load(name, pieces)
+        return load if load is not None else Choice(name, pieces, first.dtype)
+    if alike and isinstance(first, Step):
+        ops = {(p.op, p.kwargs, len(p.args)) for p in pieces}
+        args = list(zip(*(p.args for p in pieces), strict=True)) if len(ops) == 1 else []
+        if args and all(map(_can_be_one, args)):
+            made = tuple(chosen_inside(name, a) if _is_lowered(a[0]) else a[0] for a in args)
+            return replace(first, args=made)
+    if alike and isinstance(first, Normed) and all(p.of == first.of for p in others):
+        scales = list(zip(*(p.scales for p in pieces), strict=True))
+        if all(map(_can_be_one, scales)):
+            made = tuple(None if s[0] is None else chosen_inside(name, s) for s in scales)
+            return replace(first, x=chosen_inside(name, tuple(p.x for p in pieces)), scales=made)
+    return _up_to_signs(name, pieces)
+
+
+def _up_to_signs(name: str, pieces: tuple[Any, ...]) -> Any:
+    """A choice between pieces some of which are negative: of one value and its negative."""
+    kept = Choice(name, pieces, pieces[0].dtype)
+    negative = [isinstance(p, Step) and p.op is aten.neg.default for p in pieces]
+    if all(negative) or not any(negative):
+        return kept
+    inner = tuple(p.args[0] if n else p for p, n in zip(pieces, negative, strict=True))
+    if len({p.dtype for p in (*inner, *pieces)}) > 1:
+        return kept
+    one = chosen_inside(name, inner)
+    if isinstance(one, Choice):
+        return kept
+    signed = (Step(aten.neg.default, (one,), (), one.dtype) if n else one for n in negative)
+    return Choice(name, tuple(signed), one.dtype)
+
+
+def _one_load(name: str, pieces: tuple[Any, ...]) -> Load | None:
+    """A load at a place that the variable decides, if the places of `pieces` follow each other
+    evenly."""
+    first, second = pieces[0], pieces[1]
+    index = []
+    for d, begin in enumerate(first.index):
+        step = second.index[d].constant - begin.constant
+        for i, piece in enumerate(pieces):
+            at = piece.index[d]
+            if at.terms != begin.terms or at.constant != begin.constant + i * step:
+                return None
+        index.append(begin + Affine(0, ((name, step),)) if step else begin)
+    if any(p.source != first.source for p in pieces):
+        return None
+    return replace(first, index=tuple(index))
+
+
+def _can_be_one(operands: tuple[Any, ...]) -> bool:
+    """Whether operands of several pieces are all expressions, of one dtype, or all the same."""
+    if all(map(_is_lowered, operands)):
+        return len({o.dtype for o in operands}) == 1
+    return all(type(o) is type(operands[0]) and o == operands[0] for o in operands)
+
+
+def _is_lowered(value: Any) -> bool:
+    return isinstance(value, Lowered)
 
 
 def moved(e: Any, places: Mapping[str, Affine]) -> Any:

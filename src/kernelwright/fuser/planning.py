@@ -20,6 +20,7 @@ from torch import fx
 from .building import REDUCTIONS, Builder
 from .index import Affine, CannotIndex, Cut, Space, Split
 from .layouts import in_rows
+from .merging import merged
 from .node_kinds import NodeKinds
 from .program import Program, Store
 from .recording import LINEARS, RMS_NORM, Recording
@@ -43,6 +44,7 @@ class Plan:
     refused: list[str] = field(default_factory=list)  # why some of these have no program
     values: dict[str, Any] = field(default_factory=dict)  # what each node gave when recorded
     given: int = 0  # how many of the inputs, the last ones, are no weights
+    handed: int = 0  # how many of those, the last ones, belong to this call of the block alone
 
 
 # why a program cannot be run, or None if it can: (program, value of each node by name)
@@ -57,7 +59,7 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
     while True:
         planner = _Planner(recording, left)
         try:
-            found = planner.made()
+            found = planner.made(lambda p: check is None or check(p, values) is None)
         except _Leave as no:
             left |= dict.fromkeys(no.nodes, no.why)
             continue
@@ -71,7 +73,7 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
         }
         if not refused:
             found.refused, found.values = sorted(set(left.values())), values
-            found.given = len(recording.paths)
+            found.given, found.handed = len(recording.paths), recording.handed
             found.steps = in_rows(found.steps, values, planner.kept)
             return found
         left |= refused
@@ -99,7 +101,7 @@ class _Planner:
             stage[n] = max((stage[i] + (i in leaves) for i in n.all_input_nodes), default=0)
         return stage
 
-    def made(self) -> Plan:
+    def made(self, is_good: Callable[[Program], bool]) -> Plan:
         while True:
             self._store_what_is_shared()
             try:
@@ -109,7 +111,8 @@ class _Planner:
                 if again.node in self.stored:
                     raise CannotIndex(f"{again.node.name}: {again.why}") from again
                 self.stored.add(again.node)
-        return self._ordered(programs)
+        stage = {n.name: self.stage[n] for n in self.stored}
+        return self._ordered(merged(programs, stage, is_good))
 
     def _sinks(self) -> dict[fx.Node, set[fx.Node]]:
         """For each computed node the stored ones that are made of it, up to the next stored."""

@@ -276,6 +276,7 @@ class Recording:
     constants: dict[str, Tensor]
     results: list[Any] = field(default_factory=list)  # of this very run; taken out by its user
     parallel: dict[int, ParallelCall] = field(default_factory=dict)  # by their number in the graph
+    handed: int = 0  # how many of the inputs, the last ones, the block before has made for this one
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         named = weights_of(module)

@@ -57,21 +57,31 @@ def _fits(shape: Shape, extents: Mapping[str, int], vector: int) -> bool:
 
 class RowLayout:
     """The variables along a row: `lane` has their values in each lane, `rest` the code for what a
-    vector adds to that ("" if nothing)."""
+    vector adds to that ("" if nothing). The vectors of a thread are `apart` elements apart: `moves`
+    has by how much a variable grows from one to the next, None if that differs."""
 
-    def __init__(self, shape: Shape, extents: Mapping[str, int], vector: int) -> None:
-        self.shape, self.extents, self.V = shape, extents, vector
+    def __init__(
+        self, shape: Shape, extents: Mapping[str, int], vector: int, apart: int = 0
+    ) -> None:
+        self.shape, self.extents, self.V, self.apart = shape, extents, vector, apart
         self.width = prod(extents[n] for n in shape.along)
         if self.width % vector or not _fits(shape, extents, vector):
             raise Unsupported(f"vectors of {vector} along {self.width} elements")
         self.accesses: dict[Any, Access] = {}
         self.lane: dict[str, list[int]] = {}
         self.rest: dict[str, str] = {}
+        self.moves: dict[str, int | None] = {}
         stride = 1
         for name in reversed(shape.along):
             extent = extents[name]
             reach = stride * extent
-            whole = f"base / {stride}" if stride > 1 else "base"
+            if apart % reach == 0:
+                self.moves[name] = 0
+            else:
+                steady = reach == self.width and apart % stride == 0
+                self.moves[name] = apart // stride if steady else None
+            base = "base" if self.moves[name] is None else "first"
+            whole = f"{base} / {stride}" if stride > 1 else base
             whole = whole if reach == self.width else f"{whole} % {extent}"
             lanes = range(vector)
             if stride >= vector:
@@ -105,16 +115,24 @@ class RowLayout:
         return self.accesses[key], [lane - low for lane in lanes]
 
     def offset(self, access: Access) -> str:
-        """What to add to a pointer for the vector at `base`."""
+        """What to add to a pointer for the vector at `base`; `first` is where the first vector of
+        the thread begins."""
         stride, dense = 1, True
         for name in reversed(self.shape.along):
             coefficient = dict(access.dynamic).get(name, 0)
             dense &= not self.rest[name] or coefficient == stride
             stride *= self.extents[name]
-        if dense and access.dynamic:
-            return "base"
-        terms = [f"({self.rest[n]}) * {c}" for n, c in access.dynamic]
-        return " + ".join(terms) if terms else "0"
+        if not access.dynamic:
+            return "0"
+        if dense:
+            return f"first + k * {self.apart}" if self.apart else "first"
+        terms = [f"int({self.value(n)}) * {c}" for n, c in access.dynamic]
+        return " + ".join(terms)
+
+    def value(self, name: str) -> str:
+        """A variable in the first lane of the vector at `base`."""
+        moves = self.moves[name]
+        return f"{self.rest[name]} + k * {moves}" if moves else self.rest[name]
 
     def is_aligned(self, access: Access) -> bool:
         """Whether every vector begins at a multiple of V elements, if its tensor does."""

@@ -98,7 +98,8 @@ class Executable:
     """A plan, ready to be run with tensors of the shapes and strides it was recorded with.
 
     Its first steps may be *early*: made of inputs that no product reads, such as a mask that all
-    blocks of a model are given. `early_inputs` are their positions among the inputs. Others may be
+    blocks of a model are given. `early_inputs` are the positions of those among the inputs, and
+    `early_results` names what they make. Others may be
     made of a prompt alone (`prompts`). With `lengths_of` what an early mask says is asked early as
     well, and attention runs by lengths where that is all; `lengths` are the last answers.
     """
@@ -135,13 +136,16 @@ class Executable:
         for o in output.args[0]:
             needed |= self._places(o)
         weights = len(inputs) - plan.given
-        early, self.early_inputs = find_early(steps, weights, len(inputs))
-        of_prompts = find_prompts(steps, early, weights, len(inputs), needed)
+        given = range(weights, len(inputs) - plan.handed)
+        early, self.early_inputs = find_early(steps, given, range(len(inputs)))
+        of_prompts = find_prompts(steps, early, given, range(len(inputs)), needed)
         apart = {*early, *(s for found in of_prompts.values() for s in found)}
         late = [s for s in steps if s not in apart and not s.only_early]
         later = needed.union(*(s.reads for s in late))
         written = set().union(*(s.writes for s in apart))
         self._shared = sorted(later & set().union(*(s.writes for s in early)))
+        names = {place: name for name, place in self._place.items()}
+        self.early_results: list[Any] = [names[place] for place in self._shared]
         self._early = _letting_go(early, later)
         self._late = _letting_go(late, needed | written)
         self.prompts = [

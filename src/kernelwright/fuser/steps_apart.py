@@ -23,12 +23,12 @@ class Step:
     only_early: bool = False  # left out if it would run in every block
 
 
-def find_early(steps: list[Step], first: int, last: int) -> tuple[list[Step], list[int]]:
-    """Steps that are made of inputs alone (places from `first` to `last`), of such that reach
-    no product; and the places of those."""
-    roots: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in range(last)}
+def find_early(steps: list[Step], given: range, inputs: range) -> tuple[list[Step], list[int]]:
+    """Steps that are made of what a block is `given` alone, of such that reaches no product; and
+    the places of those. Other `inputs` belong to the block: weights, and what was made for it."""
+    roots: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in inputs}
     of_step: list[frozenset[int]] = []
-    flowing: set[int] = set(range(first))
+    flowing: set[int] = set(inputs) - set(given)
     for step in steps:
         found = frozenset().union(*(roots.get(p, frozenset()) for p in step.reads))
         of_step.append(found)
@@ -46,11 +46,14 @@ def find_early(steps: list[Step], first: int, last: int) -> tuple[list[Step], li
 
 
 def find_prompts(
-    steps: list[Step], early: list[Step], weights: int, inputs: int, outputs: set[int]
+    steps: list[Step], early: list[Step], given: range, inputs: range, outputs: set[int]
 ) -> dict[int, list[Step]]:
-    """For each input that reaches the `outputs` through attention alone, the steps that are made of
-    it and of weights, if a product is one of them. Weights are the first places, then inputs."""
-    made_of: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in range(weights, inputs)}
+    """For each input that is `given` and reaches the `outputs` through attention alone, the steps
+    that are made of it and of weights, if a product is one of them. Weights are the first of all
+    `inputs`; the last ones were made for this call."""
+    made_of: dict[int, frozenset[int]] = {
+        p: frozenset((p,)) for p in range(given.start, inputs.stop)
+    }
     direct = dict(made_of)  # the inputs that reach a place by another way than attention
     found: dict[int, list[Step]] = {}
     for step in steps:
@@ -63,7 +66,8 @@ def find_prompts(
             (root,) = roots
             found.setdefault(root, []).append(step)
     escaped = frozenset().union(*(direct.get(p, frozenset()) for p in outputs))
-    closed = {p: _closed(own, steps) for p, own in found.items() if p not in escaped}
+    kept = [p for p in found if p in given and p not in escaped]
+    closed = {p: _closed(found[p], steps) for p in kept}
     return {p: own for p, own in closed.items() if any(s.product for s in own)}
 
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..library_internals import let_compile
 from .identify.filters import Selection
 from .identify.targets import parts_of
 from .planning import NUMERICS, Injection, Options, plan
@@ -129,6 +130,8 @@ def _planned(target: Any, options: Options) -> tuple[Report, list[Injection]]:
 
 
 def _uninstall(root: nn.Module) -> int:
+    for module in root.modules():
+        let_compile(module)
     return sum(forwards.remove(module) for module in root.modules())
 
 

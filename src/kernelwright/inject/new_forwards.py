@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..backends.torch_internals import needs_torch_ops
+from ..calibration import background
 from .fusions import Fusions
 from .graphs.capture import capturing
 from .graphs.host_reads import reading
@@ -90,6 +91,8 @@ def model_forward(
                 samples.forget()
                 check = unchanged
             result = ordered(self, *args, **kwargs)
+            if outermost and model_run.active.on_gpu and checker.numerics == "exact":
+                background.consider()
             if check():  # waiting costs nothing here: the GPU has work to do
                 return result
             result = None
@@ -97,9 +100,13 @@ def model_forward(
             return ordered(self, *args, **kwargs)
 
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if chain is None:
+        if chain is not None:
+            blocks, key = chain(self), number_of(signature(args, kwargs))
+        elif model_run.is_outermost(self):
+            blocks, key = (), None  # recorded blocks learn their order
+        else:
             return runs_as(self, *args, **kwargs)
-        with work_ahead.chain(chain(self), number_of(signature(args, kwargs))):
+        with work_ahead.chain(blocks, key):
             return runs_as(self, *args, **kwargs)
 
     forward.fused = getattr(inner, "fused", None)  # type: ignore[attr-defined]

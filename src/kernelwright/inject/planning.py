@@ -13,6 +13,7 @@ from weakref import ref
 from torch import nn
 
 from ..fuser.block_calls import blocks
+from ..library_internals import keep_from_compiling
 from .fp8.layers import DOES, Fp8Layers, check_device, unfit
 from .fusions import Fusions
 from .identify import norm_kinds
@@ -66,11 +67,14 @@ class Injection:
     root: ref[nn.Module]
     checker: Checker
     forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
+    has_graphs: bool = False
 
     def install(self) -> None:
         for module, forward in self.forwards:
             if (found := module()) is not None:
                 forwards.install(found, forward)
+        if self.has_graphs and (model := self.root()) is not None:
+            keep_from_compiling(model)
 
     def add(self, module: nn.Module, forward: Forward) -> None:
         self.forwards.append((ref(module), forward))
@@ -212,6 +216,7 @@ class _Plan:
 
         graphs = Graphs(name=part.name)
         self.report.graphs.append(graphs)
+        self.injection.has_graphs = True
         return graphs
 
     def _replace_models(self, graphs: Graphs | None) -> None:

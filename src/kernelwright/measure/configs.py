@@ -1,7 +1,9 @@
 """The configurations of a model: eager, injected, compiled, with CUDA graphs, and combinations.
 
-"fa4" is the extra `attention`. A configuration without "fa4" in its name runs as if the extra were
-not installed, so that a name means the same on every machine.
+"strict", "strict_pointwise" and "strict_reduction" are the numerics of torch.compile that are to be
+closer to eager's, from torch 2.15 on. "compile+graphs" is torch.compile at its best: its whole
+forward as one CUDA graph. "fa4" is the extra `attention`. A configuration without "fa4" in its name
+runs as if the extra were not installed, so that a name means the same on every machine.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends.torch_internals import forget_compiled
+from ..backends.torch_internals import forget_compiled, has_compile_option
 from ..errors import CannotRun
 from ..inject import injected
 from ..inject.report.report import Report
@@ -28,6 +30,10 @@ CONFIGS = (
     "fused",
     "fused+graphs",
     "compile",
+    "compile+strict",
+    "compile+strict_pointwise",
+    "compile+strict_reduction",
+    "compile+graphs",
     "exact+compile",
     "fused+compile",
     "exact+graphs+compile",
@@ -37,6 +43,9 @@ CONFIGS = (
     "fused+fa4+graphs",
     "fp8+fa4+graphs",
 )
+
+
+STRICT = ("strict", "strict_pointwise", "strict_reduction")
 
 
 def configured(
@@ -52,24 +61,30 @@ def configured(
     if tier := tier_of(config):
         how = injected(model, numerics=tier, graphs="graphs" in parts)
         report = stack.enter_context(how)
-    return (_compiled(model, stack) if "compile" in parts else model), report
+    if "compile" not in parts:
+        return model, report
+    run = _compiled(model, stack, next((p for p in parts if p in STRICT), None))
+    return (_captured(run) if config == "compile+graphs" else run), report
 
 
 def tier_of(config: str) -> str | None:
     """The `numerics` for `inject`, or None for a configuration without injection."""
-    plain = ("eager", "compile", "graphs", "fa4", "cache")
+    plain = ("eager", "compile", "graphs", "fa4", "cache", *STRICT)
     return next((p for p in config.split("+") if p not in plain), None)
 
 
-def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
+def _compiled(model: Any, stack: ExitStack, strict: str | None = None) -> Callable[..., Any]:
     """Compile block by block where the library names the blocks, as diffusers recommends."""
+    if strict is not None and not has_compile_option("numerics"):
+        raise CannotRun(f"torch.compile of torch {torch.__version__} has no numerics {strict!r}")
+    how: dict[str, Any] = {} if strict is None else {"options": {"numerics": strict}}
     torch.compiler.reset()
     repeated = repeated_blocks(model)
     blocks = [m for m in model.modules() if type(m).__name__ in repeated]
     if not blocks:
-        return torch.compile(model)
+        return torch.compile(model, **how)
     for block in blocks:
-        block.compile()
+        block.compile(**how)
 
     def undo() -> None:
         for block in blocks:
@@ -77,3 +92,24 @@ def _compiled(model: Any, stack: ExitStack) -> Callable[..., Any]:
 
     stack.callback(undo)
     return model
+
+
+def _captured(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as one CUDA graph, at least as fast as torch.compile's own graphs (mode
+    "reduce-overhead"): inputs are not copied, and blocks that were compiled apart share a graph."""
+    if not torch.cuda.is_available():
+        raise CannotRun("CUDA graphs need a GPU")
+    graph, kept = torch.cuda.CUDAGraph(), dict[str, Any]()
+
+    def replay(**inputs: Any) -> Any:
+        if not kept:
+            run(**inputs)  # compiles
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                kept.update(inputs=inputs, result=run(**inputs))
+        if any(value is not kept["inputs"][name] for name, value in inputs.items()):
+            raise ValueError("a graph replays the inputs that it was captured with")
+        graph.replay()
+        return kept["result"]
+
+    return replay

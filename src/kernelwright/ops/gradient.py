@@ -1,9 +1,10 @@
 """Gradients of torch.ops.kernelwright.<name>, and its behaviour under torch.func and tangents.
 
-The gradient is that of the reference, recomputed in float32: statistics and weight gradients
+An op that declares `backward=` has kernels and a formula for its gradients. The gradient of another
+op is that of the reference, recomputed in float32. In both, statistics and weight gradients
 accumulate in float32, no saved tensor is overwritten, and a call without gradients pays nothing.
 The backward is an op of its own, so torch.compile sees one node. For a gradient of the gradient
-(create_graph=True) the reference runs where autograd records it.
+(create_graph=True) the formula, or the reference, runs where autograd records it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ..backends.torch_internals import (
     is_batched_gradient,
     schema_of,
 )
-from . import library, selection
+from . import backward, library, selection
+from .backward import Backward
 from .op_protocol import DeclaredOp
 from .transforms import transformed
 
@@ -35,9 +37,87 @@ def record(op: DeclaredOp) -> None:
         *args, exact, backend = values
         return op.in_steps(tuple(args), exact or None, backend or selection.current.get())
 
-    arguments = library.split(op.schema)[0]
-    recompute(op.library_op, op.name, arguments, op.reference, steps)
+    if op.backward is None:
+        recompute(op.library_op, op.name, library.split(op.schema)[0], op.reference, steps)
+    else:
+        _transformable(op.library_op, op.name, steps, _recorded(op, op.backward))
     _transformable(op.unrecorded_op, f"{op.name}_unrecorded", steps, None)
+
+
+def _recorded(op: DeclaredOp, declared: Backward) -> type[torch.autograd.Function]:
+    """The autograd function of an op that declares its backward, and <name>_backward with it."""
+    kinds = library.arguments(op.schema)
+    tensors = [n for n, kind in kinds if kind.startswith("Tensor")]
+    plain = [a.split("=")[0] for a in library.split(op.schema)[0] if not a.startswith("Tensor")]
+    plain_names = [n for n, kind in kinds if not kind.startswith("Tensor")]
+    readable = (*tensors, *op.outputs)
+    count = len(kinds)
+
+    def named(
+        grads: Sequence[Tensor | None], values: Sequence[Tensor | None], rest: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        *numbers, wanted, backend = rest
+        given = dict(zip(readable, values, strict=True))
+        given |= dict(zip(plain_names, numbers, strict=True))
+        chosen = [n for n, w in zip(tensors, wanted, strict=True) if w]
+        return dict(zip(op.outputs, grads, strict=True)), given, chosen, backend
+
+    def run(grads: list[Tensor | None], values: list[Tensor | None], *rest: Any) -> list[Tensor]:
+        by_output, given, chosen, backend = named(grads, values, rest)
+        found = backward.compute(op.name, declared, by_output, given, chosen, backend)
+        return [found[n] for n in chosen]
+
+    def fake(grads: list[Tensor | None], values: list[Tensor | None], *rest: Any) -> list[Tensor]:
+        by_output, given, chosen, _ = named(grads, values, rest)
+        found = declared.allocate(by_output, given, chosen)
+        return [found[n] for n in chosen]
+
+    parts = ["Tensor?[] grads", "Tensor?[] values", *plain, "bool[] wanted", "str backend"]
+    node = library.define(f"{op.name}_backward", f"({', '.join(parts)}) -> Tensor[]", run, fake)
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, *values: Any) -> Any:
+            result = _below(op.library_op, keyset, values)
+            outs = result if isinstance(result, tuple) else (result,)
+            given = dict(zip((n for n, _ in kinds), values, strict=False))
+            given |= dict(zip(op.outputs, outs, strict=True))
+            needed = zip(op.arguments, ctx.needs_input_grad[1:], strict=False)
+            ctx.wanted = [n for n, needs in needed if needs]
+            ctx.reads = declared.reads(given, ctx.wanted)
+            ctx.save_for_backward(*(given[n] for n in ctx.reads))
+            ctx.plain = {n: given[n] for n in plain_names}
+            ctx.backend = values[count + 1] or selection.current.get()
+            ctx.set_materialize_grads(False)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if all(g is None for g in grads):
+                return (None,) * (count + 3)
+            saved = ctx.saved_tensors  # a checkpoint gives them once
+            given = dict.fromkeys(readable) | dict(zip(ctx.reads, saved, strict=True))
+            by_output = dict(zip(op.outputs, grads, strict=True))
+            reached = declared.reached(by_output, ctx.wanted)
+            again = {n: m for n, m in declared.shared(given).items() if {n, m} <= set(reached)}
+            chosen = [n for n in reached if n not in again]
+            present = [g for g in grads if g is not None]
+            if (
+                torch.is_grad_enabled()
+                or transformed((*present, *saved))
+                or any(map(is_batched_gradient, present))
+            ):
+                found = declared.formula(by_output, given | ctx.plain, chosen)
+            else:
+                values = [given[n] for n in readable]
+                wanted = [n in chosen for n in tensors]
+                got = node(list(grads), values, *ctx.plain.values(), wanted, ctx.backend)
+                found = dict(zip([n for n in tensors if n in chosen], got, strict=True))
+            found |= {n: found[m] for n, m in again.items()}
+            return (None, *(found.get(n) for n in op.arguments), None, None)
+
+    Recorded.__name__ = Recorded.__qualname__ = f"{op.name}_recorded"
+    return Recorded
 
 
 def recompute(
@@ -68,7 +148,9 @@ def recompute(
         sources = [a for a, w in zip(leaves, wanted, strict=True) if w]
         got = _derived(outs, sources, grads)
         taken = {g.untyped_storage().data_ptr() for g in grads}
-        return [_own(g, s, taken) for g, s in zip(got, sources, strict=True)]
+        return [
+            backward.own(g, torch.empty_like(s), taken) for g, s in zip(got, sources, strict=True)
+        ]
 
     def fake(grads: list[Tensor], *values: Any) -> list[Tensor]:
         *args, wanted = values
@@ -152,15 +234,3 @@ def _derived(
     reached = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad]
     ends, incoming = [o for o, _ in reached], [g for _, g in reached]
     return torch.autograd.grad(ends, sources, incoming, allow_unused=True, **how)
-
-
-def _own(grad: Tensor | None, source: Tensor, taken: set[int]) -> Tensor:
-    """The gradient in memory of its own, with the strides that the fake kernel promised."""
-    like = torch.empty_like(source)
-    if grad is None:
-        return like.zero_()
-    pointer = grad.untyped_storage().data_ptr()
-    if pointer in taken or grad.stride() != like.stride() or grad.dtype != like.dtype:
-        return like.copy_(grad)
-    taken.add(pointer)
-    return grad

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..backends import Launch, Unsupported
 from ..backends.torch_internals import dispatch_modes
 from . import checks, gradient, hub_servers, library, plugins, selection
+from .backward import Backward
 from .call_codegen import compile_call, compile_key
 from .case import Case, Inputs, Sized
 from .composite import Composite
@@ -47,9 +48,10 @@ class Op:
     """One op. `schema` is a torch.library schema; `exact` maps names to the eager chains whose bits
     the CUDA kernels reproduce; `allocate` makes the outputs for given inputs; `sized` makes inputs
     with any number of rows and any width, for the table of exact widths; `prefer` is the measured
-    order in which backends are tried on a GPU, or a function of the arguments that returns it. An
-    `internal` op is a step of another one: it has no public function and is not listed. `category`
-    is the op's row in profiles, if its name does not say it."""
+    order in which backends are tried on a GPU, or a function of the arguments that returns it;
+    `backward` computes the gradients; without it the reference is differentiated. An `internal` op
+    is a step of another one: it has no public function and is not listed. `category` is the op's
+    row in profiles, if its name does not say it."""
 
     name: str
     schema: str
@@ -65,6 +67,7 @@ class Op:
     inplace: tuple[str, ...] = ()
     prefer: tuple[str, ...] | Callable[..., tuple[str, ...]] = ("triton", "cuda")
     backends: tuple[str, ...] = ("torch", "triton", "cuda")
+    backward: Backward | None = None
     internal: bool = False
     category: str | None = None
 

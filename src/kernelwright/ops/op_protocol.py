@@ -18,6 +18,7 @@ class DeclaredOp(Protocol):
     inplace: tuple[str, ...]
     exact: Mapping[str, Callable[..., Any]]
     kernels: Any
+    backward: Any
     run: Callable[..., Any]
     library_op: Callable[..., Any]
     unrecorded_op: Callable[..., Any]

@@ -119,7 +119,7 @@ class LaunchPlan:
         launch = _launch(op, how.backend, call)
         # the names of the present tensors that the kernel takes, in its order
         self.pointers = [n for n in launch.pointers if n and values[n] is not None]
-        self.launch = _on(device, backends.load(launch, values, device, op.name))
+        self.launch = on_device(device, backends.load(launch, values, device, op.name))
         # Triton's interpreter takes the tensors themselves, of any alignment
         self.mask = launch.alignment - 1 if device.type == "cuda" else None
         self.follow = self.follow_any if self.copied else compile_follow(self)
@@ -170,7 +170,7 @@ class LaunchPlan:
         return tuple(f if o is None else o for o, f in zip(out, fresh, strict=True))
 
 
-def _on(device: torch.device, launch: Callable[[Any], None]) -> Callable[[Any], None]:
+def on_device(device: torch.device, launch: Callable[[Any], None]) -> Callable[[Any], None]:
     """A launch on this GPU, which need not be the current one if there are several."""
     if device.type != "cuda" or torch.cuda.device_count() <= 1:
         return launch

@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+from ..ops import backward
 from ..ops.declared_ops import internal
 from ..ops.op import Composite, Op, registry
 
@@ -42,9 +43,18 @@ def _launchers(ops: tuple[Declared, ...]) -> dict[str, list[Declared]]:
     for op in ops:
         folder = _folder(op)
         cuda = [f"kernelwright_{folder.name}"] if any(folder.glob("*.cuh")) else []
-        for name in (f"kernelwright::{op.name}", *cuda, *triton_kernels(folder)):
+        triton = [name for f in (folder, *_backward_folders(op)) for name in triton_kernels(f)]
+        for name in dict.fromkeys((f"kernelwright::{op.name}", *cuda, *triton)):
             found.setdefault(name, []).append(op)
     return found
+
+
+def _backward_folders(op: Declared) -> list[Path]:
+    """Where the kernels of an op's gradients are: a family's, and the sums that all share."""
+    if isinstance(op, Composite) or op.backward is None:
+        return []
+    modules = (type(op.backward).__module__, backward.__name__)
+    return [Path(str(sys.modules[m].__file__)).parent for m in modules]
 
 
 def _folder(op: Declared) -> Path:

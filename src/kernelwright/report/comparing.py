@@ -104,6 +104,10 @@ def _rows(file: Results) -> Iterator[tuple[tuple[Any, ...], Reading]]:
         figures = _known({"ms": m.ms, "GiB": m.peak_gib})
         name = f"{m.workload.title} {m.config}"
         yield m.key, Reading(name, figures, equal=m.equal, missing=m.failed)
+    for t in file.training:
+        figures = _known({"ms": t.ms, "GiB": t.peak_gib})
+        name = f"training {t.title} {t.config}"
+        yield t.key, Reading(name, figures, equal=t.equal, missing=t.failed)
     for v in file.video:
         if v.config != CONTROL:
             figures = _known({"total s": v.total_s, "step s": v.step_s, "GiB": v.gib})

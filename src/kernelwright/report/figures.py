@@ -10,7 +10,7 @@ from typing import Any
 
 from ..video.settings import CONTROL
 from .reading import Results
-from .rows import CountedRow, ExactRow, ModelRow, OpRow, ProfileRow, VideoRow
+from .rows import CountedRow, ExactRow, ModelRow, OpRow, ProfileRow, TrainingRow, VideoRow
 
 IDLE = "no kernel"
 
@@ -45,6 +45,12 @@ class Model:
         return max(same, key=lambda r: self.speedup(r) or 0.0, default=None)
 
     @property
+    def best_compiled(self) -> ModelRow | None:
+        """torch.compile at its best, with or without a CUDA graph."""
+        compiled = [r for r in self.rows if r.config in ("compile", "compile+graphs") and r.ms]
+        return min(compiled, key=lambda r: r.ms or 0.0, default=None)
+
+    @property
     def gain(self) -> float:
         return (self.best_exact and self.speedup(self.best_exact)) or 0.0
 
@@ -60,6 +66,18 @@ class Model:
             return None
         old, new = (Step(r.config, r.ms or 0.0, parts(r.ms, r.split)) for r in (before, after))
         return old, new
+
+
+@dataclass(frozen=True)
+class Training:
+    """The configurations of one model that is trained, in one file."""
+
+    title: str
+    rows: tuple[TrainingRow, ...]
+
+    def speedup(self, row: TrainingRow) -> float | None:
+        eager = next((r for r in self.rows if r.config == "eager"), None)
+        return eager.ms / row.ms if eager and eager.ms and row.ms else None
 
 
 @dataclass(frozen=True)
@@ -110,6 +128,7 @@ class Device:
     name: str
     files: tuple[Results, ...]
     models: tuple[Model, ...]
+    training: tuple[Training, ...]
     videos: tuple[Video, ...]
     profiles: tuple[Profile, ...]
     ops: tuple[OpRow, ...]
@@ -126,6 +145,7 @@ def devices(files: Sequence[Results]) -> list[Device]:
             name,
             tuple(group),
             tuple(sorted(_models(group), key=lambda m: -m.gain)),
+            tuple(_training(group)),
             tuple(_videos(group)),
             tuple(_profiles(group)),
             tuple(row for file in group for row in file.ops),
@@ -138,6 +158,11 @@ def devices(files: Sequence[Results]) -> list[Device]:
 def _models(files: list[Results]) -> list[Model]:
     grouped = _grouped(files, lambda file: file.models, lambda row: row.workload.title)
     return [Model(title, tuple(rows)) for title, rows in grouped]
+
+
+def _training(files: list[Results]) -> list[Training]:
+    grouped = _grouped(files, lambda file: file.training, lambda row: row.title)
+    return [Training(title, tuple(rows)) for title, rows in grouped]
 
 
 def _videos(files: list[Results]) -> list[Video]:

@@ -13,6 +13,7 @@ from .profiles import profiles_section
 from .reading import Results
 from .rows import ModelRow
 from .sentences import exact_sentence, lead, ops_sentence
+from .training import training_section
 from .videos import videos_section
 from .waterfall import waterfall
 
@@ -54,6 +55,8 @@ def _device(device: Device) -> Html:
     if device.models:
         pieces += [tag("h3", "Models"), _overview(device.models), legend(COLOURS)]
         pieces.append(tag("div", joined(map(_model, device.models), "\n"), class_="models"))
+    if device.training:
+        pieces += [tag("h3", "Training"), *training_section(device.training)]
     if device.videos:
         pieces += [tag("h3", "Videos"), *videos_section(device.videos)]
     if device.profiles:

@@ -14,6 +14,7 @@ from .rows import (
     ModelRow,
     OpRow,
     ProfileRow,
+    TrainingRow,
     VideoRow,
     Workload,
 )
@@ -65,6 +66,26 @@ def _problems(row: Values) -> tuple[str, ...]:
 
 def _problem(problem: dict[str, Any]) -> str:
     return f"{problem.get('module', '?')}: {problem.get('problem', '?')}"
+
+
+def _training(row: Values, head: Values) -> TrainingRow:
+    failed = row.text("failed") if "failed" in row.values else None
+    counts = ("gradients", "gradients_equal", "gradients_repeated", "losses", "losses_equal")
+    return TrainingRow(
+        workload=_workload(row),
+        lora=None if row.values.get("lora") is None else row.count("lora"),
+        checkpointing=row.flag("checkpointing"),
+        attention=row.text("attention"),
+        config=row.text("config"),
+        ms=None if failed else row.time("ms"),
+        failed=failed,
+        unavailable=bool(row.values.get("unavailable")),
+        error=row.maybe("error"),
+        first_s=row.maybe("first_s"),
+        peak_gib=row.maybe("peak_gib"),
+        problems=_problems(row),
+        **{name: 0 if failed else row.count(name) for name in counts},
+    )
 
 
 def _op(row: Values, head: Values) -> OpRow:
@@ -173,6 +194,7 @@ def _counted(row: Values) -> CountedRow:
 
 KINDS: dict[str, Callable[[Values, Values], Any]] = {
     "models": _model,
+    "training": _training,
     "ops": _op,
     "exact": _exact,
     "video": _video,

@@ -54,7 +54,7 @@ def _speedup(axes: Any, device: Device) -> None:
     models = [m for m in device.models if m.best_exact][::-1]
     shown = {"torch.compile": "compile", "fastest with the same bits": "exact"}
     for shift, (label, colour) in zip((-0.2, 0.2), shown.items(), strict=True):
-        rows = [m.best_exact if colour == "exact" else m.row("compile") for m in models]
+        rows = [m.best_exact if colour == "exact" else m.best_compiled for m in models]
         gains = [(row and m.speedup(row)) or 0.0 for m, row in zip(models, rows, strict=True)]
         places = [n + shift for n in range(len(models))]
         drawn = axes.barh(places, gains, height=0.38, color=COLOURS[colour], label=label)

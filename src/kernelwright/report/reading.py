@@ -11,7 +11,16 @@ from typing import Any
 from ..measure.results import SCHEMA
 from .json_values import Unreadable, Values
 from .parsing import KINDS
-from .rows import CountedRow, Environment, ExactRow, ModelRow, OpRow, ProfileRow, VideoRow
+from .rows import (
+    CountedRow,
+    Environment,
+    ExactRow,
+    ModelRow,
+    OpRow,
+    ProfileRow,
+    TrainingRow,
+    VideoRow,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,7 @@ class Results:
     kind: str
     environment: Environment
     models: tuple[ModelRow, ...] = ()
+    training: tuple[TrainingRow, ...] = ()
     ops: tuple[OpRow, ...] = ()
     exact: tuple[ExactRow, ...] = ()
     video: tuple[VideoRow, ...] = ()

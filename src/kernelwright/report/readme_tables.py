@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import catalog
+from ..ops import ways
 from .figures import Model, Video, devices
 from .reading import Results, read
 from .rows import RANDOM
@@ -13,6 +15,7 @@ from .videos import psnr
 
 SHOWN = {
     "compile": "torch.compile",
+    "compile+graphs": "torch.compile, graphs",
     "exact": "exact",
     "exact+graphs": "exact, graphs",
     "fused+graphs": "fused, graphs",
@@ -30,6 +33,7 @@ def update(readme: Path, results: Path) -> None:
         "full-depth": lambda: models(results / "h200" / "full-depth"),
         "few-layers": lambda: models(results / "h200" / "few-layers"),
         "videos": lambda: videos(results / "h200" / "videos"),
+        "pytorch": lambda: pytorch(results),
     }
     text = readme.read_text()
     for name, make in sections.items():
@@ -91,6 +95,63 @@ def _video(video: Video) -> list[str]:
             cells = [video.title, row.config, *(f"{t:.1f}" for t in times)]
             lines.append(f"| {' | '.join(cells)} | {video.speedup(row):.2f}× | {psnr(row)} |")
     return lines
+
+
+@dataclass
+class _Seen:
+    """What was seen with one PyTorch, on one GPU, with one set of packages."""
+
+    compared: int = 0
+    differing: int = 0
+    models: dict[str, bool] = field(default_factory=dict)  # whether exact gave eager's bits
+    ways: list[str] = field(default_factory=list)
+    eager: list[str] = field(default_factory=list)  # what no kernel repeats there
+
+
+def pytorch(folder: Path) -> str:
+    """A line for each PyTorch that exact modes were compared with."""
+    seen: dict[tuple[str, str], _Seen] = {}
+    for file in read([folder]):
+        found = file.environment
+        name = " ".join([found.torch or "unknown", *_packages(file)])
+        here = seen.setdefault((name, found.device), _Seen())
+        for row in file.exact:
+            here.compared += row.elements
+            here.differing += row.mismatches or 0
+        for model in file.models:
+            if model.config in ("exact", "exact+graphs") and model.equal is not None:
+                name = str(model.workload)
+                here.models[name] = here.models.get(name, True) and model.equal
+        if file.kind == "calibration":
+            _calibrated(here, file)
+    lines = [
+        "| torch | GPU | elements compared | differ | models with its bits | ways | runs eager |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (name, device), here in sorted(seen.items()):
+        models = f"{sum(here.models.values())} of {len(here.models)}" if here.models else "–"
+        ways, eager = (", ".join(dict.fromkeys(w)) or "–" for w in (here.ways, here.eager))
+        count = f"{here.compared / 1e6:,.0f} million" if here.compared else "–"
+        differ = f"{here.differing:,}" if here.compared else "–"
+        lines.append(f"| {name} | {device} | {count} | {differ} | {models} | {ways} | {eager} |")
+    return "\n".join(lines)
+
+
+def _calibrated(here: _Seen, file: Results) -> None:
+    for row in file.others:
+        if row["way"] is None:
+            here.eager.append(row["subject"])
+            continue
+        here.compared += row["compared"]
+        here.differing += row["differing"]
+        if row["way"] != ways.ATEN:
+            here.ways.append(f"{row['subject']}: {row['way']}")
+
+
+def _packages(file: Results) -> list[str]:
+    """Packages beside PyTorch that replace its kernels."""
+    named = next((row.get("packages") for row in file.others if file.kind == "calibration"), None)
+    return [f"with {package}" for package in named or ()]
 
 
 def _about(files: Sequence[Results], weights: str) -> str:

@@ -95,6 +95,50 @@ class ModelRow:
 
 
 @dataclass(frozen=True)
+class TrainingRow:
+    """One training step of a model in one configuration; `ms` is None where it failed. Of the
+    gradients and losses, how many are eager's, and how many a second eager run gives again."""
+
+    workload: Workload
+    lora: int | None
+    checkpointing: bool
+    attention: str
+    config: str
+    ms: float | None
+    failed: str | None
+    unavailable: bool
+    gradients: int
+    gradients_equal: int
+    gradients_repeated: int
+    losses: int
+    losses_equal: int
+    error: float | None
+    first_s: float | None
+    peak_gib: float | None
+    problems: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """`ltx-video 49f 768×512, LoRA rank 64, checkpointing`"""
+        words = [self.workload.title, f"LoRA rank {self.lora}" if self.lora else "all weights"]
+        words += ["checkpointing"] if self.checkpointing else []
+        words += [f"{self.attention} attention"] if self.attention != "default" else []
+        return ", ".join(words)
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether every gradient and loss is eager's; None where it failed."""
+        if self.failed:
+            return None
+        return (self.gradients_equal, self.losses_equal) == (self.gradients, self.losses)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        how = (self.lora, self.checkpointing, self.attention)
+        return ("training", *self.workload.key, *how, self.config)
+
+
+@dataclass(frozen=True)
 class OpRow:
     """One op at one size: microseconds of each implementation, on the GPU where there is one."""
 

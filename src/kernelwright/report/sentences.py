@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from .figures import Device, Model, Profile, Video
 
+USUAL = "ltx-video"  # the model that the kernels were first written for
+
 
 def lead(found: Sequence[Device]) -> list[str]:
     """The findings, the most important first, and what a reader needs to judge them."""
@@ -41,6 +43,9 @@ def _failed(device: Device) -> Iterator[str]:
     for model in device.models:
         wrong = (r for r in model.rows if r.failed and not r.unavailable)
         yield from (f"{r.workload.model} {r.config}" for r in wrong)
+    for training in device.training:
+        failed = (t for t in training.rows if t.failed and not t.unavailable)
+        yield from (f"training {t.workload.model} {t.config}" for t in failed)
     for video in device.videos:
         yield from (f"{r.workload.model} {r.config}" for r in video.rows if r.failed)
     yield from (f"{row.op} {row.case}" for row in device.ops if row.failed)
@@ -50,18 +55,25 @@ def _tiny(group: Model | Video) -> bool:
     return group.rows[0].workload.tiny
 
 
+def _eager_ms(model: Model) -> float:
+    row = model.row("eager")
+    return (row and row.ms) or 0.0
+
+
 def _model_sentences(gains: Sequence[tuple[Device, Model]]) -> Iterator[str]:
     if not gains:
         return
-    device, model = max(gains, key=lambda found: found[1].gain)
-    assert model.best_exact
-    how = f"{model.best_exact.config} on {device.name}"
-    yield f"{model.title}: {model.gain:.2f}× with the same bits ({how})."
     if len(gains) > 1:
         middle = statistics.median(m.gain for _, m in gains)
         models = f"{len(gains)} models, each at its fastest with the same bits"
         yield f"Median of {models}: {middle:.2f}×."
-    pairs = [(m.best_exact, m.row("compile")) for _, m in gains]
+    named = [found for found in gains if found[1].rows[0].workload.model == USUAL]
+    # the gain of a small model is often that of launching it faster
+    device, model = max(named or gains, key=lambda found: _eager_ms(found[1]))
+    assert model.best_exact
+    how = f"{model.best_exact.config} on {device.name}"
+    yield f"{model.title}: {model.gain:.2f}× with the same bits ({how})."
+    pairs = [(m.best_exact, m.best_compiled) for _, m in gains]
     known = [(a.ms, b.ms) for a, b in pairs if a and b and a.ms and b.ms]
     if known:
         yield f"Faster than torch.compile in {sum(a < b for a, b in known)} of {len(known)}."

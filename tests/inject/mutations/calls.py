@@ -1,6 +1,6 @@
 """The inputs of a model, how it is called, and PyTorch's switches around the call."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -273,12 +273,30 @@ def transformed(world):
     return name, function
 
 
+@contextmanager
+def repeatable():
+    """PyTorch's deterministic kernels: the usual backward of attention on a GPU adds in an order
+    that changes from run to run, so eager itself would not give the same gradients twice. cuDNN's
+    has no other."""
+    attention = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(attention):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
 @on_world("calls.torch.func.grad")
 def func_grad(world, draw):
     name, function = transformed(world)
 
     def once(model, inputs):
-        return torch.func.grad(lambda x: function(model, inputs)(x).square().mean())(inputs[name])
+        with repeatable():
+            gradient = torch.func.grad(lambda x: function(model, inputs)(x).square().mean())
+            return gradient(inputs[name])
 
     world.once = once
 

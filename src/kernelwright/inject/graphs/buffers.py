@@ -20,6 +20,13 @@ class Refusal(Exception):
     """Raised with the reason why a call runs without a graph."""
 
 
+class CachePlace:
+    """Stands for a cache of keys and values among results, so that those do not keep it alive."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
 class InputBuffer:
     """Memory with the layout and alignment of an input, filled with the input of each call."""
 
@@ -43,17 +50,28 @@ class Results:
     """What a captured forward returned, of which each call gets its own copy.
 
     Tensors that share memory share it in the copy too. If the forward returns an input, or a view
-    of one, the caller gets their own tensor, or a view of it; a weight is returned as it is.
+    of one, the caller gets their own tensor, or a view of it; a weight is returned as it is, and so
+    is a cache of keys and values that is an input.
     """
 
-    def __init__(self, result: Any, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        result: Any,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        caches: Sequence[Any] = (),
+    ) -> None:
         self._inputs = inputs
-        self._leaves, self._structure = pytree.tree_flatten(result, is_leaf=is_leaf)
+        leaves, self._structure = pytree.tree_flatten(result, is_leaf=is_leaf)
+        places = {id(cache): CachePlace(i) for i, cache in enumerate(caches)}
+        self._places = list(places.values())
+        self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
         of_inputs = {_storage(t): i for i, t in enumerate(inputs) if t.numel()}
         of_weights = {_storage(w) for w in weights if w.numel()}
         self._views: list[tuple[Tensor, int]] = []
         groups: dict[Any, list[Tensor]] = {}
-        for leaf in {id(x): x for x in self._leaves if not isinstance(x, PLAIN_TYPES)}.values():
+        known = (*PLAIN_TYPES, CachePlace)
+        for leaf in {id(x): x for x in self._leaves if not isinstance(x, known)}.values():
             _check(leaf, inputs[0].device)
             storage = _storage(leaf) if leaf.numel() else (id(leaf),)
             if storage in of_inputs:
@@ -63,9 +81,9 @@ class Results:
                 groups.setdefault(storage, []).append(leaf)
         self._copies = [(_window(group), group) for group in groups.values()]
 
-    def copies(self, inputs: Sequence[Tensor]) -> Any:
+    def copies(self, inputs: Sequence[Tensor], caches: Sequence[Any] = ()) -> Any:
         """The results of the last replay, for a caller who passed these inputs."""
-        new: dict[int, Tensor] = {}
+        new: dict[int, Any] = {id(place): caches[place.index] for place in self._places}
         for leaf, i in self._views:
             new[id(leaf)] = inputs[i] if leaf is self._inputs[i] else self._view(leaf, i, inputs[i])
         for (source, start), group in self._copies:

@@ -13,16 +13,11 @@ from torch import Tensor
 
 from ...backends.torch_internals import pytree
 from ..runtime.random_draws import states_of
-from ..state.tensor_samples import (
-    PendingCheck,
-    compare,
-    compare_pairs,
-    pending,
-    sample_views,
-    unchanged,
-)
+from ..state.sample_comparison import SampleComparison
+from ..state.tensor_samples import PendingCheck, compare_pairs, pending, sample_views, unchanged
 from .buffers import InputBuffer, Refusal, Results
 from .host_reads import HostReads
+from .kv_caches import CacheMemory
 from .mask_decisions import Decisions
 from .prompt_graph import PromptGraph
 from .recorder import Recorder
@@ -90,6 +85,23 @@ class Captured:
         arguments: Callable[[Sequence[Tensor]], tuple[tuple, dict[str, Any]]],
         weights: Sequence[Tensor],
         reads_on_host: bool = False,
+        caches: Sequence[Any] = (),
+    ) -> None:
+        self.cache_memory = CacheMemory(caches)
+        try:
+            self._capture(recorder, forward, inputs, arguments, weights, reads_on_host, caches)
+        finally:
+            self.cache_memory.set_back(caches)
+
+    def _capture(
+        self,
+        recorder: Recorder,
+        forward: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        arguments: Callable[[Sequence[Tensor]], tuple[tuple, dict[str, Any]]],
+        weights: Sequence[Tensor],
+        reads_on_host: bool,
+        caches: Sequence[Any],
     ) -> None:
         self._recorder = recorder
         self._stream = recorder.stream()
@@ -122,6 +134,8 @@ class Captured:
         run()
         if states_of(devices) != before:  # unlike the warm-up call
             raise Refusal(DRAWS)
+        self.cache_memory.note_steps(caches)
+        self.cache_memory.set_back(caches)
         prompt_graph.collecting = decisions.collecting = False
         if reads is not None:
             reads.collecting = False
@@ -139,16 +153,15 @@ class Captured:
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
         sources = list({id(t): t for t in self._dependencies}.values())
-        self._sampled = [view.clone() for view in sample_views(sources)]
-        # also a graph: launching comparisons of a hundred weights takes the host milliseconds
+        # also a graph: it may have samples of several element sizes, a launch each
         self._compare: Callable[[], None] | None = None
         if sources:
-            self._compare, self._compared = recorder.record(
-                lambda: compare(sample_views(sources), self._sampled), device
-            )
+            views = sample_views(sources)
+            self._samples = SampleComparison(views, [view.clone() for view in views])
+            self._compare, self._compared = recorder.record(self._samples, device)
         if reads is not None:
             self._dependencies += [t for t in reads.sources if not t.is_inference()]
-        self._results = Results(result, memory, weights)
+        self._results = Results(result, memory, weights, caches)
         self._versions = self._versions_now()
 
     def holds(self) -> bool:
@@ -178,7 +191,12 @@ class Captured:
     def _versions_now(self) -> list[int]:
         return list(map(_version, self._dependencies))
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+    def __call__(self, inputs: Sequence[Tensor], caches: Sequence[Any] = ()) -> Any:
+        """Refused if other caches use the memory of the graph. What this writes to caches can be
+        undone by `cache_memory.set_back`."""
+        if caches:
+            self.cache_memory.take_over(caches)
+            self.cache_memory.save(caches)
         stream = self._recorder.stream()
         new_prompt = False
         for i, (buffer, given) in enumerate(zip(self._buffers, inputs, strict=True)):
@@ -193,7 +211,8 @@ class Captured:
         if new_prompt and self._replay_prompt_graph is not None:
             self._replay_prompt_graph()
         self._replay()
-        return self._results.copies(inputs)
+        self.cache_memory.advance(caches)
+        return self._results.copies(inputs, caches)
 
 
 _version = attrgetter("_version")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from .assumptions import Assumptions
 from .buffers import Refusal
 from .capture import DRAWS, NOTHING_READ, Captured, capturing, keep, relocations
 from .key import Call, check_surroundings, listed
+from .kv_caches import DEPENDS_ON_LENGTH
 from .recorder import CudaRecorder, Recorder
 
 __all__ = ["Graphs", "capturing", "keep"]
@@ -136,30 +138,60 @@ class Graphs:
                     return True, self._capture(known, model, forward, call)
                 known.graphs.move_to_end(call.key)
                 unchanged = graph.check(call.tensors)
-                result = graph(call.tensors)
-                graph.check_decisions()
+                result = graph(call.tensors, call.caches)
+                with _undone_if_refused(graph, call):
+                    graph.check_decisions()
             if unchanged():
-                return True, result
+                return True, self._confirmed(known, graph, model, forward, call, result)
+            graph.cache_memory.set_back(call.caches)
             self._count(WEIGHTS_CHANGED)
             del known.graphs[call.key]
             return False, None
 
+    def _confirmed(
+        self,
+        known: _Model,
+        graph: Captured,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        result: Any,
+    ) -> Any:
+        """The result of a replay; of the first with another length of its cache than at capture,
+        compared with a plain forward."""
+        if graph.cache_memory.confirmed:
+            return result
+        graph.cache_memory.set_back(call.caches)
+        args, kwargs = call.with_tensors(call.tensors)
+        plain = forward(model, *args, **kwargs)
+        graph.cache_memory.confirmed = equal(plain, result)
+        if not graph.cache_memory.confirmed:
+            self._count(DEPENDS_ON_LENGTH)
+            known.failed[call.key] = DEPENDS_ON_LENGTH
+            del known.graphs[call.key]
+        return plain
+
     def _replay_then_check(self, model: nn.Module, call: Call) -> tuple[bool, Any]:
         """Replay, and check while the GPU works whether the graph was still valid. A graph writes
-        only to its own memory, so a wrong result is simply dropped; but its weights must still be
-        at their addresses."""
+        only to its own memory, so a wrong result is simply dropped, and a cache set back; but its
+        weights must still be at their addresses."""
         known = self._models.get(model)
         graph = None if known is None else known.graphs.get(call.key)
         if known is None or graph is None or not known.assumptions.in_place():
             return False, None
+        if not graph.cache_memory.confirmed:
+            return False, None
         with self._recorder.exclusive(call.device):
             unchanged = graph.check(call.tensors)
-            result = graph(call.tensors)
+            result = graph(call.tensors, call.caches)
         if not known.assumptions.same(model) or not graph.holds():
+            graph.cache_memory.set_back(call.caches)
             return False, None
-        known.check(model, call)
-        graph.check_decisions()
+        with _undone_if_refused(graph, call):
+            known.check(model, call)
+            graph.check_decisions()
         if not unchanged():
+            graph.cache_memory.set_back(call.caches)
             # the caller checks again: a prompt written to behind its version counter is copied in
             # and passes; weights that were changed are found changed once more
             graph.forget_inputs()
@@ -222,14 +254,17 @@ class Graphs:
                 call.with_tensors,
                 known.assumptions.weights(),
                 reads_on_host,
+                call.caches,
             )
 
         try:
             graph = _twice(captured)
-            result = graph(call.tensors)
-            # some code takes another path while its stream is being captured
-            if not equal(result, forward(model, *args, **kwargs)):
-                raise Refusal("its graph gives other bits than the plain forward")
+            result = graph(call.tensors, call.caches)
+            with _undone_if_refused(graph, call):
+                graph.cache_memory.set_back(call.caches)
+                # some code takes another path while its stream is being captured
+                if not equal(result, forward(model, *args, **kwargs)):
+                    raise Refusal("its graph gives other bits than the plain forward")
         except Exception as error:
             reason = str(error) if isinstance(error, Refusal) else f"capture failed: {_line(error)}"
             if reason != DRAWS:  # another thread may have drawn them: try again later
@@ -239,6 +274,16 @@ class Graphs:
             raise Refusal(reason) from None
         known.graphs[call.key] = graph
         return result
+
+
+@contextmanager
+def _undone_if_refused(graph: Captured, call: Call) -> Iterator[None]:
+    """Sets caches back if the replay before is refused: the plain forward follows."""
+    try:
+        yield
+    except Refusal:
+        graph.cache_memory.set_back(call.caches)
+        raise
 
 
 def _twice(captured: Callable[[bool], Captured]) -> Captured:

@@ -12,6 +12,7 @@ from ...backends import torch_internals
 from ...backends.torch_internals import pytree
 from ...library_internals import collecting_outputs
 from ..state.switches import switches
+from . import kv_caches
 from .buffers import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_leaf, is_simple
 
 
@@ -21,7 +22,8 @@ class Call:
     def __init__(self, args: tuple, kwargs: dict[str, Any], device_type: str) -> None:
         self._given = args, kwargs
         self.tensors: list[Tensor] = []
-        keys = _key_of(args, self.tensors), _key_of(kwargs, self.tensors)
+        self.caches: list[Any] = []  # of keys and values
+        keys = tuple(_key_of(given, self.tensors, self.caches) for given in self._given)
         devices = {t.device for t in self.tensors}
         if not devices:
             raise Refusal("no tensor among the inputs")
@@ -39,9 +41,10 @@ class Call:
         return pytree.tree_unflatten(leaves, structure)
 
 
-def _key_of(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+def _key_of(value: Any, tensors: list[Tensor], caches: list[Any]) -> tuple[Any, ...]:
     """The layout of a tensor, the value of anything else, and the containers around them. Appends
-    the tensors in pytree order. Common containers are handled here: `pytree` is slower."""
+    the tensors in pytree order, and the caches. Common containers are handled here: `pytree` is
+    slower."""
     kind = type(value)
     if kind in _TENSORS:
         if not is_simple(value):
@@ -53,13 +56,18 @@ def _key_of(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
     if kind is float or kind is complex:
         return kind, repr(value)  # 0.0 == -0.0, but they may give other results
     if kind is dict:
-        return dict, tuple(value), *[_key_of(v, tensors) for v in value.values()]
+        return dict, tuple(value), *[_key_of(v, tensors, caches) for v in value.values()]
     if kind is tuple or kind is list:
-        return kind, *[_key_of(v, tensors) for v in value]
+        return kind, *[_key_of(v, tensors, caches) for v in value]
+    if (of_cache := kv_caches.key_of(value)) is not None:
+        if any(value is cache for cache in caches):
+            raise Refusal("a cache that is an input twice")
+        caches.append(value)
+        return of_cache
     leaves, structure = pytree.tree_flatten(value, is_leaf=is_leaf)
     if structure.is_leaf():
         raise Refusal(f"an input of type {kind.__name__}")
-    return structure, *[_key_of(x, tensors) for x in leaves]
+    return structure, *[_key_of(x, tensors, caches) for x in leaves]
 
 
 _TENSORS = frozenset(TENSOR_TYPES)

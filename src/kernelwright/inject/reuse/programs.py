@@ -8,11 +8,11 @@ and what is bound here belongs to that verdict (`mode.cache_scope`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,21 @@ from ...fuser import attention_by_lengths, planning, recording
 from ...fuser.attention_by_lengths import Lengths
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
-from ...fuser.planning import Plan
 from ...fuser.program import Program
-from ...fuser.readable import short_counts
-from ...fuser.recording import CannotRecord, Recording, opaque_layers
+from ...fuser.recording import CannotRecord, Recording
 from ...fuser.rewriting import (
     join_products_of_one_input,
     take_bias_out_of_convolutions,
     take_gelu_into_products,
 )
-from ...fuser.running import Executable, OtherShape
+from ...fuser.running import Executable
 from ..identify.structure import layout, structure_of
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
+from .bound import Bound
 from .kept_prompts import KeptPrompt
 from .packed_gemm import SameBits
-from .program_products import ProgramProducts, layers_of, running
+from .program_products import ProgramProducts, layers_of
 from .program_sites import ProgramSites
 from .prompt_values import PerForwardCache, Prompts
 from .recordable import (
@@ -49,91 +48,10 @@ from .recordable import (
     waits,
     why_not,
 )
+from .recorded import BlockLine, Recorded
 
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
 MAX_RECORDINGS = 512
-
-
-@dataclass(frozen=True)
-class BlockLine:
-    """What became of the blocks of one class: how many ops are in how many kernels, which are left
-    to PyTorch and how often, why some have no kernel, and what masks say."""
-
-    kind: str
-    ops: int
-    kernels: int
-    left: dict[str, int]
-    why: tuple[str, ...]
-    masks: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        if not self.kernels:
-            return f"{self.kind}: runs as it did: {'; '.join(self.why)}"
-        left = ", ".join(f"{n} {op}" for op, n in self.left.items())
-        why = f" ({'; '.join(self.why)})" if self.why else ""
-        kernels = f"{self.ops} ops in {self.kernels} kernels"
-        return "; ".join([f"{self.kind}: {kernels}", f"PyTorch's: {left}{why}", *self.masks])
-
-
-@dataclass(eq=False)
-class Recorded:
-    """A forward as programs, for all modules of one structure."""
-
-    kind: str
-    recording: Recording
-    executable: Executable
-    kernels: int
-    plan: Plan
-    shared: PerForwardCache = field(default_factory=PerForwardCache)
-
-    def run(self, inputs: Sequence[Tensor], prompts: Sequence[KeptPrompt] = ()) -> Any:
-        """The result of a forward; what the blocks of a model share is made by the first of them,
-        and what is made of a prompt is kept until another comes. A comparison makes everything
-        anew."""
-        early, kept, places = None, None, self.executable.early_inputs
-        if mode.notes is None and not mode.off:
-            if places:
-                first, *others = [inputs[place] for place in places]
-                early = self.shared(first, None, lambda: self.executable.early(inputs), others)
-            if prompts:
-                kept = [prompt(inputs) for prompt in prompts]
-        return self.recording.result(self.executable(inputs, early, kept))
-
-    def described(self) -> BlockLine:
-        left, refused = short_counts(self.plan.left), tuple(self.plan.refused)
-        said = [said for said in self.executable.lengths.values() if said is not None]
-        masks = tuple(dict.fromkeys(map(attention_by_lengths.described, said)))
-        return BlockLine(self.kind, self.plan.ops, self.kernels, left, refused, masks)
-
-
-@dataclass(eq=False)
-class Bound:
-    """A recording with the places of one module's weights."""
-
-    recorded: Recorded
-    places: list[tuple[dict[str, Any], str]]
-    layouts: list[Any]
-    same_layouts: Callable[..., bool]  # finds most that are the same, in less time
-    opaque: tuple[nn.Module, ...]
-    layers: dict[str, nn.Module]  # the layer of each weight that is a matrix
-    prompts: Sequence[KeptPrompt] = ()
-
-    def __call__(self, args: Any, kwargs: Any) -> Any:
-        """The result of a forward, or a `str`: why the module's own has to run this time."""
-        weights = [holder[name] for holder, name in self.places]
-        if not self.same_layouts(*weights) and list(map(layout, weights)) != self.layouts:
-            return "weights of another layout than when they were recorded"
-        inputs = [*weights, *self.recorded.recording.given(args, kwargs)]
-        before, running.layers = running.layers, self.layers
-        try:
-            if not self.opaque:
-                return self.recorded.run(inputs, self.prompts)
-            with opaque_layers(self.opaque):
-                return self.recorded.run(inputs, self.prompts)
-        except OtherShape:
-            return "a result whose shape depends on values has another one"
-        finally:
-            running.layers = before
 
 
 @dataclass(eq=False)
@@ -174,10 +92,12 @@ class Programs:
         known = self._bound.get(module)
         if known is None:
             known = self._bound.setdefault(module, {})
-        key = mode.cache_scope, signature(args, kwargs)
+        key = mode.cache_scope
+        if mode.owner != id(module):  # the scope is that of a module around it
+            key = key, (signature(args, kwargs),)
         found = known.get(key)
         if found is None:
-            found, result = self._bind(module, key[1], args, kwargs)
+            found, result = self._bind(module, key[1][0], args, kwargs)
             if len(known) >= MAX_RECORDINGS:
                 known.clear()
             known[key] = found
@@ -187,7 +107,7 @@ class Programs:
                 return result
         if isinstance(found, str):
             return self._declined(found)
-        result = found(args, kwargs)
+        result = found(module, args, kwargs)
         if isinstance(result, str):
             self.fell_back[found.recorded.kind, result] += 1
             return self._declined(result)
@@ -228,19 +148,21 @@ class Programs:
         weights = [holder[name] for holder, name in places]
         layouts, check = list(map(layout, weights)), layout_check(weights)
         layers = layers_of(module, found.recording)
-        prompts = self._prompts(module, found, layers)
-        bound = Bound(found, places, layouts, check, opaque, layers, prompts)
+        names = found.recording.weights
+        owners = [ref(module.get_submodule(name.rpartition(".")[0])) for name in names]
+        prompts = partial(self._prompts, owners)
+        bound = Bound(found, places, layouts, check, opaque, layers, prompts, self.exact)
         return bound, result if once else None
 
     def _prompts(
-        self, module: nn.Module, found: Recorded, layers: dict[str, nn.Module]
+        self, owners: Sequence[ref[nn.Module]], found: Recorded, layers: Mapping[str, nn.Module]
     ) -> list[KeptPrompt]:
+        """What to keep of prompts; `owners` are the modules of a block's weights."""
         if self.prompts is None:
             return []
         kept = []
         for steps in found.executable.prompts:
-            names = [found.recording.weights[place] for place in steps.weights]
-            own = [module.get_submodule(name.rpartition(".")[0]) for name in names]
+            own = [m for place in steps.weights if (m := owners[place]()) is not None]
             if self.fp8_layers is not None:
                 for layer in own:
                     self.fp8_layers.leave(layer, "runs once per prompt")
@@ -269,21 +191,35 @@ class Programs:
             inputs = made.inputs(module, args, kwargs)
             wanted = partial(self._products.join, module, made, inputs)
             join_products_of_one_input(made.graph, wanted)
-        kernels = Kernels(self.exact)
+        kind = type(module).__name__
         try:
-            plan = planning.plan(made, None if device is None else kernels.why_not)
+            found = self._planned(device, kind, made)
         except CannotIndex as no:
             return str(no), result
-        programs = [step for step in plan.steps if isinstance(step, Program)]
-        if why := little_to_gain(plan.ops, len(programs)):
+        if why := little_to_gain(found.plan.ops, found.kernels):
             return why, result
+        return found, result
+
+    def _planned(self, device: torch.device | None, kind: str, made: Recording) -> Recorded:
+        """The programs of a recording: kernels on a GPU."""
+        kernels = Kernels(self.exact)
+        plan = planning.plan(made, None if device is None else kernels.why_not)
+        programs = [step for step in plan.steps if isinstance(step, Program)]
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
-        runner = ProgramSites(type(module).__name__, programs, launched, self.fell_back)
+        runner = ProgramSites(kind, programs, launched, self.fell_back)
         products = None if device is None else self._products.of
         lengths_of = None if self.exact else self._lengths_of
         executable = Executable(plan, runner, products, lengths_of, runner.launcher)
-        kind = type(module).__name__
-        return Recorded(kind, made, executable, len(programs), plan), result
+        again = partial(self._planned_again, device)
+        return Recorded(kind, made, executable, len(programs), plan, again)
+
+    def _planned_again(
+        self, device: torch.device | None, kind: str, made: Recording
+    ) -> Recorded | None:
+        try:
+            return self._planned(device, kind, made)
+        except CannotIndex:
+            return None
 
     def _lengths_of(self, mask: Tensor, queries: int, keys: int) -> Lengths | str | None:
         """What a mask says about lengths: asked once per forward, since that waits for the GPU, and

@@ -35,6 +35,7 @@ class _Mode(threading.local):
     comparing = False  # compare each site with eager
     fp8 = True  # off while a module is checked against the error bound of "fused"
     cache_scope: Any = None  # state and signature under which values may be cached
+    owner = 0  # the id of the module whose state and signature these are
     off: dict[str, str] = EMPTY  # sites of the running module that stay eager, and why
     off_inside: Mapping[int, dict[str, str]] = EMPTY  # the same for modules inside it, by id
     excluded: Mapping[int, str] = EMPTY  # ids of modules that do not fit their recipe, and why
@@ -45,7 +46,9 @@ class _Mode(threading.local):
 
 mode = _Mode()
 # fields that belong to the running module
-MODULE_FIELDS = ("inside", "members", "cache_scope", "off", "off_inside", "excluded", "adapted")
+MODULE_FIELDS = (
+    *("inside", "members", "cache_scope", "owner", "off", "off_inside", "excluded", "adapted"),
+)
 module_fields: Callable[[_Mode], tuple[Any, ...]] = attrgetter(*MODULE_FIELDS)
 
 

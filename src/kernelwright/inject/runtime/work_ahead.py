@@ -10,9 +10,11 @@ control signal) costs speed, never correctness.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakSet
 
@@ -25,13 +27,23 @@ from .forwards import hooked
 EMPTY: dict[int, nn.Module] = {}
 
 
+@dataclass(eq=False)
+class _Offer:
+    module: nn.Module
+    given: Sequence[Tensor]
+    versions: list[int]
+    value: Any
+    missed: Callable[[], None] | None  # called if nobody takes it
+
+
 class _Run(threading.local):
     """The model forward that is running in this thread."""
 
     following: dict[int, nn.Module | None] | None = None
     blocks: dict[int, nn.Module] = EMPTY
     key: Any = None  # the signature of the model's inputs
-    offer: tuple[nn.Module, tuple[Tensor, ...], tuple[int, ...], Any] | None = None
+    offer: _Offer | None = None
+    ran: Any = None  # what the last block has noted about itself
 
 
 _run = _Run()
@@ -42,14 +54,15 @@ _refused: WeakSet[nn.Module] = WeakSet()  # work ahead for these gave wrong resu
 def chain(modules: Sequence[nn.Module], key: Any) -> Iterator[None]:
     """Set, while a model runs, the order in which it calls its blocks, and the signature of its
     inputs, which determines theirs."""
-    before = _run.following, _run.blocks, _run.offer, _run.key
+    before = _run.following, _run.blocks, _run.offer, _run.key, _run.ran
     _run.blocks = {id(m): m for m in modules}
     _run.following = {id(a): b for a, b in pairwise((*modules, None))}
-    _run.offer, _run.key = None, key
+    _run.offer, _run.key, _run.ran = None, key, None
     try:
         yield
+        decline()
     finally:
-        _run.following, _run.blocks, _run.offer, _run.key = before
+        _run.following, _run.blocks, _run.offer, _run.key, _run.ran = before
 
 
 def shared_key(module: nn.Module) -> Any:
@@ -65,43 +78,87 @@ def running() -> dict[int, nn.Module]:
 
 def following(module: nn.Module) -> nn.Module | None:
     """The block after this one, if work may be done ahead for it, else None."""
-    if torch.compiler.is_compiling() or _run.following is None or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or _run.following is None:
         return None
     after = _run.following.get(id(module))
-    if after is None or hooked(module) or hooked(after) or (_refused and after in _refused):
-        return None
+    return after if after is not None and is_allowed(module, after) else None
+
+
+def is_allowed(module: nn.Module, after: nn.Module) -> bool:
+    """Whether one block of the running model may work ahead for another."""
+    if _run.following is None or torch.is_grad_enabled():
+        return False
+    if hooked(module) or hooked(after) or (_refused and after in _refused):
+        return False
     # a serial means that nothing in the model has hooks; a hook may have put one on a child since
     if not model_run.active.serial and any(m and hooked(m) for m in after._modules.values()):
-        return None
+        return False
     # a block that finds itself changed does again what was done ahead for it
-    return after if model_run.may_run_twice(after) else None
+    return model_run.may_run_twice(after)
 
 
-def offer(module: nn.Module, given: tuple[Tensor, ...], value: Any) -> None:
-    """Offer `value` to `module`, for a call with the very tensors `given`."""
-    _run.offer = module, given, tuple(_version(t) for t in given), value
+def offer(
+    module: nn.Module,
+    given: Sequence[Tensor],
+    value: Any,
+    missed: Callable[[], None] | None = None,
+) -> None:
+    """Offer `value` to `module`, for a call with the very tensors `given`. If nobody takes it until
+    the next offer or the end of the forward, `missed` is called."""
+    decline()
+    _run.offer = _Offer(module, given, _versions(given), value, missed)
 
 
 def take(module: nn.Module, *given: Tensor) -> Any:
     """The value offered to `module` for these very tensors, or None."""
     if torch.compiler.is_compiling() or _run.offer is None:
         return None
-    owner, tensors, versions, value = _run.offer
-    _run.offer = None
-    if owner is not module or len(tensors) != len(given):
+    found = _run.offer
+    fits = found.module is module and len(found.given) == len(given)
+    if fits and all(map(is_, found.given, given)) and _versions(given) == found.versions:
+        _run.offer = None
+        return found.value
+    decline()
+    return None
+
+
+def offered(module: nn.Module) -> Any:
+    """The value on offer for this module, which may not be for its inputs; None if there is none.
+    What is on offer for another is then no longer."""
+    if _run.offer is None:
         return None
-    for mine, theirs, version in zip(tensors, given, versions, strict=True):
-        if mine is not theirs or _version(theirs) != version:
-            return None
-    return value
+    if _run.offer.module is module:
+        return _run.offer.value
+    decline()
+    return None
+
+
+def decline() -> None:
+    """Nobody will take what is on offer."""
+    found, _run.offer = _run.offer, None
+    if found is not None and found.missed is not None:
+        found.missed()
+
+
+def note_run(value: Any) -> None:
+    """Note what the next block may want to know about this one, until the forward ends."""
+    if _run.following is not None:
+        _run.ran = value
+
+
+def last_run() -> Any:
+    """What the last block has noted, once."""
+    found, _run.ran = _run.ran, None
+    return found
 
 
 def is_offered(module: nn.Module) -> bool:
     """Whether a value is on offer for this module."""
-    return _run.offer is not None and _run.offer[0] is module
+    return _run.offer is not None and _run.offer.module is module
 
 
 def forget() -> None:
+    """Drop what is on offer, which may be wanted again."""
     _run.offer = None
 
 
@@ -114,7 +171,15 @@ def allow(module: nn.Module) -> None:
     _refused.discard(module)
 
 
-def _version(t: Tensor) -> int:
-    """A tensor's version counter. Inference tensors have none, but nothing writes between two
-    blocks without hooks."""
-    return 0 if t.is_inference() else t._version
+_version = attrgetter("_version")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Version counters. Inference tensors have none, but nothing writes between two blocks without
+    hooks."""
+    if not torch.is_inference_mode_enabled():
+        try:
+            return list(map(_version, tensors))
+        except RuntimeError:  # an inference tensor that was made before
+            pass
+    return [0 if t.is_inference() else t._version for t in tensors]

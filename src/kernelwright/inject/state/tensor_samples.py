@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import UntypedStorage as Storage
 
 from ...backends.torch_internals import unowned_storage
+from .sample_comparison import SampleComparison
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PendingCheck = Callable[[], bool]  # waits for a comparison; True if all values are unchanged
@@ -63,7 +64,7 @@ class TensorSamples:
         memories = [sample.alive() for sample in samples]  # nothing may free one meanwhile
         if not self._comparison.is_of(samples, memories):
             self._comparison = _Comparison(samples, memories)
-        return pending(self._comparison())
+        return pending(self._comparison.start())
 
 
 class _Sample:
@@ -77,31 +78,26 @@ class _Sample:
 
 class _Comparison:
     """Compares samples with what their storages hold now; some are gone, or empty for the moment.
-    Values and views are laid out once, for each device and dtype: making the views anew for every
-    forward took a twentieth of the host time of LTX-Video. They do not keep the storages alive."""
+    The views are made once: making them anew for every forward took a twentieth of the host time of
+    LTX-Video. They do not keep the storages alive."""
 
     def __init__(self, samples: list[_Sample], memories: list[Any]) -> None:
         self._samples, self._facts = samples, _facts(memories)
-        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        now: list[Tensor] = []
+        then: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             for sample, memory in zip(samples, memories, strict=True):
                 if memory is None or memory.nbytes() == 0:
                     continue
                 values = sample.values
                 seen = unowned_storage(memory.data_ptr(), values[0].device, memory.nbytes())
-                now, then = groups.setdefault((values[0].device, values[0].dtype), ([], []))
                 now += [values[0].new_empty(0).set_(seen, *place) for place in sample.places]
                 then += values
-            self._groups = [(now, torch.cat(then)) for now, then in groups.values()]
+            self.start = SampleComparison(now, then)
 
     def is_of(self, samples: list[_Sample], memories: list[Any]) -> bool:
         same = self._facts is not None and self._samples == samples
         return same and self._facts == _facts(memories)
-
-    def __call__(self) -> list[Tensor]:
-        """Whether the samples are equal: one boolean tensor for each device and dtype."""
-        with torch.no_grad():
-            return [(_concatenated(now) == then).all() for now, then in self._groups]
 
 
 def _facts(memories: list[Any]) -> Any:
@@ -112,18 +108,15 @@ def _facts(memories: list[Any]) -> Any:
         return None
 
 
-def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t if t.ndim == 1 else t.reshape(-1) for t in tensors])
-
-
 def compare_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Whether the two tensors of each pair are equal, as `compare`."""
-    now: list[Tensor] = []
-    then: list[Tensor] = []
-    for a, b in pairs:
-        now += _bit_views(a, True)
-        then += _bit_views(b, True)
-    return compare(now, then)
+    """Whether the two tensors of each pair are equal: a boolean tensor a device and dtype."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    with torch.no_grad():
+        for a, b in pairs:
+            ours, theirs = groups.setdefault((a.device, a.dtype), ([], []))
+            ours += [view.reshape(-1) for view in _bit_views(a, True)]
+            theirs += [view.reshape(-1) for view in _bit_views(b, True)]
+        return [(torch.cat(a) == torch.cat(b)).all() for a, b in groups.values()]
 
 
 def pending(results: Sequence[Tensor]) -> PendingCheck:
@@ -146,18 +139,6 @@ def _bit_views(tensor: Tensor, whole: bool) -> list[Tensor]:
 def sample_views(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Views of the first row and column of each tensor."""
     return [view for tensor in tensors for view in _bit_views(tensor, False)]
-
-
-def compare(now: Sequence[Tensor], then: Sequence[Tensor]) -> list[Tensor]:
-    """Whether samples are equal: one boolean tensor for each device and dtype."""
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for a, b in zip(now, then, strict=True):
-        ours, theirs = groups.setdefault((a.device, a.dtype), ([], []))
-        ours.append(a)
-        theirs.append(b)
-    with torch.no_grad():
-        pairs = list(groups.values())
-        return [(_concatenated(a) == _concatenated(b)).all() for a, b in pairs]
 
 
 def _pending(result: Tensor) -> PendingCheck:

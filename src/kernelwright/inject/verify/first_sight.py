@@ -94,7 +94,8 @@ class Checker(Findings):
         outside = model_run.active.switches
         if outside is None:
             outside = number_of(switches(model_run.device_type(args, kwargs)))
-        return key, outside, work_ahead.is_offered(module)
+        # a recorded block compares itself what was done ahead for it
+        return key, outside, own is None and work_ahead.is_offered(module)
 
     def _record(self, module: nn.Module, fused: Any) -> ModuleRecord:
         """The record of a module in its current state."""
@@ -134,6 +135,8 @@ class Checker(Findings):
         captured = capturing() or reading()
         if captured or on_meta(args, kwargs) or dispatch_modes():
             return run_eager(module, eager, args, kwargs)
+        if fused.patch.signature is not None:  # type: ignore[attr-defined]
+            work_ahead.forget()  # it is compared alone first
         comparison = Comparison(self, module, record, key, fused, eager, args, kwargs)
         # `get`: another thread may finish its own first sight, and remove the entry, at any moment
         count = record.uninformative[key] = record.uninformative.get(key, 0) + 1

@@ -23,7 +23,7 @@ def run_fused(
     now, noting = mode, mode.notes is not None
     before = module_fields(now)
     now.inside, now.members, now.excluded = True, record.members, record.excluded
-    now.adapted, now.cache_scope = record.adapted, (record.serial, key)
+    now.adapted, now.cache_scope, now.owner = record.adapted, (record.serial, key), id(module)
     now.off_inside = off
     now.off = off.setdefault(id(module), {}) if noting else off.get(id(module), EMPTY)
     try:

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import checks
 from ..op import Op
 from ..row import RowKernel, by_width
+from ..row.backward import RowBackward
 from . import cases, reference
 
 __all__ = ["adaln_layernorm", "adaln_rmsnorm", "adaln_zero", "modulate"]
@@ -134,6 +135,7 @@ def _check(op: str, x: Tensor, name: str = "input", **parts: Tensor | None) -> N
     checks.one_dtype(op, parts)
 
 
+_MODULATE_ROW = RowKernel(norm="none", x="x", scale="scale", shift="shift")
 MODULATE = Op(
     name="modulate",
     schema="(Tensor x, Tensor? scale, Tensor? shift) -> Tensor",
@@ -142,12 +144,14 @@ MODULATE = Op(
     allocate=lambda x, scale, shift: (torch.empty_like(x),),
     reference=reference.modulate,
     exact=reference.MODULATE_CHAINS,
-    kernels=RowKernel(norm="none", x="x", scale="scale", shift="shift"),
+    kernels=_MODULATE_ROW,
+    backward=RowBackward(_MODULATE_ROW),
     category="modulation",
     cases=cases.MODULATE,
     sized=cases.sized_modulate,
 )
 
+_ADALN_RMSNORM_ROW = RowKernel(norm="rms", weight="weight", scale="scale", shift="shift")
 ADALN_RMSNORM = Op(
     name="adaln_rmsnorm",
     schema="(Tensor input, Tensor? weight, Tensor? scale, Tensor? shift, float eps=1e-6) -> Tensor",
@@ -158,12 +162,16 @@ ADALN_RMSNORM = Op(
     allocate=lambda input, *_: (torch.empty_like(input),),
     reference=reference.adaln_rmsnorm,
     exact=reference.ADALN_RMSNORM_CHAINS,
-    kernels=RowKernel(norm="rms", weight="weight", scale="scale", shift="shift"),
+    kernels=_ADALN_RMSNORM_ROW,
+    backward=RowBackward(_ADALN_RMSNORM_ROW),
     cases=cases.ADALN_RMSNORM,
     sized=cases.sized_rmsnorm,
     prefer=by_width,
 )
 
+_ADALN_LAYERNORM_ROW = RowKernel(
+    norm="layer", weight="weight", bias="bias", scale="scale", shift="shift"
+)
 ADALN_LAYERNORM = Op(
     name="adaln_layernorm",
     schema="(Tensor input, Tensor? weight, Tensor? scale, Tensor? shift, Tensor? bias=None, "
@@ -175,12 +183,16 @@ ADALN_LAYERNORM = Op(
     allocate=lambda input, *_: (torch.empty_like(input),),
     reference=reference.adaln_layernorm,
     exact=reference.ADALN_LAYERNORM_CHAINS,
-    kernels=RowKernel(norm="layer", weight="weight", bias="bias", scale="scale", shift="shift"),
+    kernels=_ADALN_LAYERNORM_ROW,
+    backward=RowBackward(_ADALN_LAYERNORM_ROW),
     cases=cases.ADALN_LAYERNORM,
     sized=cases.sized_layernorm,
     prefer=by_width,
 )
 
+_ADALN_ZERO_ROW = RowKernel(
+    norm="rms", weight="weight", scale="scale", shift="shift", out_gate="gate"
+)
 ADALN_ZERO = Op(
     name="adaln_zero",
     schema="(Tensor input, Tensor? weight, Tensor? scale, Tensor? shift, Tensor? gate, "
@@ -192,7 +204,8 @@ ADALN_ZERO = Op(
     allocate=lambda input, *_: (torch.empty_like(input),),
     reference=reference.adaln_zero,
     exact=reference.ADALN_ZERO_CHAINS,
-    kernels=RowKernel(norm="rms", weight="weight", scale="scale", shift="shift", out_gate="gate"),
+    kernels=_ADALN_ZERO_ROW,
+    backward=RowBackward(_ADALN_ZERO_ROW),
     category="norm",
     cases=cases.ADALN_ZERO,
     sized=cases.sized_zero,

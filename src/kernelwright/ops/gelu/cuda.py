@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...backends.cuda import TYPES, CudaLaunch
+from .. import ways
 from ..rows import rows_of, vector_width
 
 if TYPE_CHECKING:
@@ -29,20 +30,19 @@ def plan(call: Call) -> CudaLaunch:
     flat = [s for place in strides for s in place]
     vector = vector_width(width, dtype.itemsize, call.alignment, flat)
     vectors = rows.count * (width // vector)
-    form = "GeluTanh" if call["approximate"] else "GeluErf"
     if dtype == torch.bfloat16 and vector == 8 and TABLE_ELEMENTS <= 8 * vectors < 8 << 31:
         block = TABLE_BLOCK
         grid = min(RESIDENT * call.target.multiprocessors, -(-vectors // (block * AHEAD)))
         template = (
             f"gelu_table<{TYPES[dtype]}, {width}, {block}, {AHEAD}, {len(rows.sizes)}, "
-            f"kernelwright::{form}<false>>"
+            f"kernelwright::{_form(call, fast=False)}>"
         )
     else:
-        fast = "false" if call.exact or dtype.itemsize == 4 else "true"
+        fast = not call.exact and dtype.itemsize == 2
         block, grid = BLOCK, -(-vectors // BLOCK)
         template = (
             f"gelu<{TYPES[dtype]}, {width}, {vector}, {block}, {len(rows.sizes)}, "
-            f"kernelwright::{form}<{fast}>>"
+            f"kernelwright::{_form(call, fast)}>"
         )
     return CudaLaunch(
         source="ops/gelu/cuda.cuh",
@@ -55,3 +55,12 @@ def plan(call: Call) -> CudaLaunch:
         scalars=(*flat, rows.count, sizes[1], sizes[2]),
         alignment=min(16, vector * dtype.itemsize),
     )
+
+
+def _form(call: Call, fast: bool) -> str:
+    """The form of GELU in the CUDA sources; in exact mode with the arithmetic of PyTorch."""
+    if call["approximate"]:
+        if call.exact:
+            ways.way("F.gelu tanh")
+        return f"GeluTanh<{str(fast).lower()}>"
+    return ways.gelu_erf() if call.exact else f"GeluErf<{str(fast).lower()}>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...backends.cuda import TYPES, CudaLaunch
+from .. import ways
 from ..rows import rows_of, vector_width
 from .call import GluCall
 
@@ -24,12 +25,11 @@ def plan(glu: GluCall, call: Call) -> CudaLaunch:
     vectors = rows.count * (width // vector)
     a, b = glu.offsets
     rounding = f"Each<{TYPES[dtype]}>" if call.exact else "Once"
-    act = {"silu": "Silu", "gelu_tanh": "GeluTanh", "gelu_erf": "GeluErf"}[glu.function]
-    fast = "false" if call.exact or dtype.itemsize == 4 else "true"
+    act = _activation(glu.function, bool(call.exact), fast=not call.exact and dtype.itemsize == 2)
     return CudaLaunch(
         source="ops/glu/cuda.cuh",
         template=f"kernelwright::glu<{TYPES[dtype]}, {width}, {vector}, {BLOCK}, "
-        f"{len(rows.sizes)}, {a}, {b}, kernelwright::{act}<{fast}>, "
+        f"{len(rows.sizes)}, {a}, {b}, kernelwright::{act}, "
         f"kernelwright::{rounding}>",
         arguments="kernelwright::GluArgs",
         grid=-(-vectors // BLOCK),
@@ -39,3 +39,13 @@ def plan(glu: GluCall, call: Call) -> CudaLaunch:
         scalars=(*flat, rows.count, sizes[1], sizes[2]),
         alignment=min(16, vector * dtype.itemsize),
     )
+
+
+def _activation(function: str, exact: bool, fast: bool) -> str:
+    """Its name in the CUDA sources; in exact mode with the arithmetic of PyTorch."""
+    if exact and function == "gelu_erf":
+        return ways.gelu_erf()
+    if exact:
+        ways.way({"silu": "silu", "gelu_tanh": "F.gelu tanh"}[function])
+    name = {"silu": "Silu", "gelu_tanh": "GeluTanh", "gelu_erf": "GeluErf"}[function]
+    return f"{name}<{str(fast).lower()}>"

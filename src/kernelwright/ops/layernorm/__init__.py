@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import checks
 from ..op import Op
 from ..row import RowKernel, by_width
+from ..row.backward import RowBackward
 from . import cases, reference
 
 __all__ = ["layernorm"]
@@ -46,6 +47,7 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     checks.one_dtype("layernorm", {"weight": weight, "bias": bias})
 
 
+_LAYERNORM_ROW = RowKernel(norm="layer", weight="weight", bias="bias")
 LAYERNORM = Op(
     name="layernorm",
     schema="(Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
@@ -54,7 +56,8 @@ LAYERNORM = Op(
     allocate=lambda input, weight, bias, eps: (torch.empty_like(input),),
     reference=reference.layernorm,
     exact=reference.CHAINS,
-    kernels=RowKernel(norm="layer", weight="weight", bias="bias"),
+    kernels=_LAYERNORM_ROW,
+    backward=RowBackward(_LAYERNORM_ROW),
     cases=cases.LAYERNORM,
     sized=cases.sized,
     prefer=by_width,

@@ -8,7 +8,9 @@ from torch import Tensor
 from .. import checks
 from ..op import Op
 from ..rope.apply import check_tables
+from ..rope.backward import RopeBackward
 from ..rope.kernel import RopeKernel
+from ..rope.reference import turned_rows
 from . import cases, reference
 
 __all__ = ["qk_norm_rope"]
@@ -102,10 +104,11 @@ def _check(
         return
     checks.tensor(op, "cos", cos, min_dims=2)
     for name, t in (("query", query), ("key", key)):
-        row = reference.rotated_rows(t, cos, across_heads)
+        row = turned_rows(t, cos, across_heads)
         check_tables(op, name, row, cos, sin, layout, row.shape[-1])
 
 
+_ROW = RopeKernel(q_weight="q_weight", k_weight="k_weight", norm=True)
 QK_NORM_ROPE = Op(
     name="qk_norm_rope",
     schema="(Tensor query, Tensor key, Tensor? q_weight=None, Tensor? k_weight=None, "
@@ -117,7 +120,8 @@ QK_NORM_ROPE = Op(
     allocate=lambda query, key, *_: (torch.empty_like(query), torch.empty_like(key)),
     reference=reference.qk_norm_rope,
     exact=reference.CHAINS,
-    kernels=RopeKernel(q_weight="q_weight", k_weight="k_weight", norm=True),
+    kernels=_ROW,
+    backward=RopeBackward(_ROW),
     cases=cases.QK_NORM_ROPE,
     # on H200, us, CUDA and Triton: 37 and 47 at 2x2688x2048, 113 and 131 at 32760x1536; per head 31
     # and 35 at 4608x48x128, 25 and 27 at 4096x40x128

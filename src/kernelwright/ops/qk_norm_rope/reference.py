@@ -7,19 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..rope.reference import eager_rope, rotate
+from ..rope.reference import eager_rope, rotate, turned_rows
 from ..row.reference import affine, eager_norm, normalize, widen
 
 Part = Tensor | None
-
-
-def rotated_rows(x: Tensor, cos: Tensor, across_heads: bool) -> Tensor:
-    """x reshaped so that the table rotates over its last dimension: a head, or with a table
-    as wide as the token (LTX) all its heads."""
-    if not across_heads or x.ndim != 4 or cos.ndim == 4:
-        return x
-    width = x.shape[2] * x.shape[3]
-    return x.flatten(2) if cos.shape[-1] in (width, width // 2) else x
 
 
 def qk_norm_rope(
@@ -37,7 +28,7 @@ def qk_norm_rope(
         row = x.flatten(2) if across_heads else x
         y = affine(normalize(widen(row), "rms", eps), weight).reshape(x.shape)
         if cos is not None and sin is not None:
-            y = rotate(rotated_rows(y, cos, across_heads), cos, sin, layout).reshape(x.shape)
+            y = rotate(turned_rows(y, cos, across_heads), cos, sin, layout).reshape(x.shape)
         return y.to(x.dtype)
 
     return one(query, q_weight), one(key, k_weight)
@@ -61,7 +52,7 @@ def _chain(
         y = eager_norm(row, norm, "rms", weight, None, eps).reshape(x.shape)
         if cos is None or sin is None:
             return y
-        return eager_rope(rope, rotated_rows(y, cos, across_heads), cos, sin, layout).reshape(
+        return eager_rope(rope, turned_rows(y, cos, across_heads), cos, sin, layout).reshape(
             x.shape
         )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import checks
 from ..op import Op
 from ..row import RowKernel, by_width
+from ..row.backward import RowBackward
 from . import cases, reference
 
 __all__ = ["gated_residual", "gated_residual_norm"]
@@ -117,6 +118,9 @@ def _check_norm(
     checks.one_dtype(op, parts)
 
 
+_GATED_RESIDUAL_ROW = RowKernel(
+    norm="none", x="x", residual="residual", gate="gate", sum="out", y=""
+)
 GATED_RESIDUAL = Op(
     name="gated_residual",
     schema="(Tensor residual, Tensor x, Tensor? gate=None) -> Tensor",
@@ -125,13 +129,25 @@ GATED_RESIDUAL = Op(
     allocate=lambda residual, x, gate: (torch.empty_like(residual),),
     reference=reference.gated_residual,
     exact=reference.GATED_RESIDUAL_CHAINS,
-    kernels=RowKernel(norm="none", x="x", residual="residual", gate="gate", sum="out", y=""),
+    kernels=_GATED_RESIDUAL_ROW,
+    backward=RowBackward(_GATED_RESIDUAL_ROW),
     category="modulation",
     cases=cases.GATED_RESIDUAL,
     sized=cases.sized,
     prefer=by_width,
 )
 
+_GATED_RESIDUAL_NORM_ROW = RowKernel(
+    norm="kind",
+    x="x",
+    residual="residual",
+    gate="gate",
+    weight="weight",
+    bias="bias",
+    scale="scale",
+    shift="shift",
+    sum="residual_out",
+)
 GATED_RESIDUAL_NORM = Op(
     name="gated_residual_norm",
     schema="(Tensor residual, Tensor x, Tensor? gate=None, Tensor? weight=None, Tensor? bias=None, "
@@ -142,17 +158,8 @@ GATED_RESIDUAL_NORM = Op(
     allocate=lambda residual, *_: (torch.empty_like(residual), torch.empty_like(residual)),
     reference=reference.gated_residual_norm,
     exact=reference.GATED_RESIDUAL_NORM_CHAINS,
-    kernels=RowKernel(
-        norm="kind",
-        x="x",
-        residual="residual",
-        gate="gate",
-        weight="weight",
-        bias="bias",
-        scale="scale",
-        shift="shift",
-        sum="residual_out",
-    ),
+    kernels=_GATED_RESIDUAL_NORM_ROW,
+    backward=RowBackward(_GATED_RESIDUAL_NORM_ROW),
     cases=cases.GATED_RESIDUAL_NORM,
     sized=cases.sized_norm,
     prefer=by_width,

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import checks
 from ..op import Op
 from ..row import RowKernel, by_width
+from ..row.backward import RowBackward
 from . import cases, reference
 
 __all__ = ["rmsnorm", "rmsnorm_residual"]
@@ -78,6 +79,7 @@ def _check_residual(input: Tensor, residual: Tensor, weight: Tensor | None, eps:
     checks.vector("rmsnorm_residual", "weight", weight, input.shape[-1])
 
 
+_RMSNORM_ROW = RowKernel(norm="rms", weight="weight")
 RMSNORM = Op(
     name="rmsnorm",
     schema="(Tensor input, Tensor? weight=None, float eps=1e-6) -> Tensor",
@@ -86,12 +88,16 @@ RMSNORM = Op(
     allocate=lambda input, weight, eps: (torch.empty_like(input),),
     reference=reference.rmsnorm,
     exact=reference.RMSNORM_CHAINS,
-    kernels=RowKernel(norm="rms", weight="weight"),
+    kernels=_RMSNORM_ROW,
+    backward=RowBackward(_RMSNORM_ROW),
     cases=cases.RMSNORM,
     sized=cases.sized,
     prefer=by_width,
 )
 
+_RMSNORM_RESIDUAL_ROW = RowKernel(
+    norm="rms", residual="residual", weight="weight", sum="residual_out"
+)
 RMSNORM_RESIDUAL = Op(
     name="rmsnorm_residual",
     schema="(Tensor input, Tensor residual, Tensor? weight=None, float eps=1e-6) "
@@ -105,7 +111,8 @@ RMSNORM_RESIDUAL = Op(
     ),
     reference=reference.rmsnorm_residual,
     exact=reference.RMSNORM_RESIDUAL_CHAINS,
-    kernels=RowKernel(norm="rms", residual="residual", weight="weight", sum="residual_out"),
+    kernels=_RMSNORM_RESIDUAL_ROW,
+    backward=RowBackward(_RMSNORM_RESIDUAL_ROW),
     cases=cases.RMSNORM_RESIDUAL,
     sized=cases.sized_residual,
     prefer=by_width,

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import checks
 from ..op import Op
 from . import cases, reference
+from .backward import RopeBackward
 from .kernel import RopeKernel
 from .tables import over_rows
 
@@ -105,6 +106,7 @@ def _check_qk(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str)
         raise TypeError(f"{op}: key is {key.dtype}, query is {query.dtype}")
 
 
+_ROWS = RopeKernel(query="x", key="", q_out="out", k_out="")
 APPLY_ROPE = Op(
     name="apply_rope",
     schema='(Tensor x, Tensor cos, Tensor sin, str layout="interleaved") -> Tensor',
@@ -113,7 +115,8 @@ APPLY_ROPE = Op(
     allocate=lambda x, cos, sin, layout: (torch.empty_like(x),),
     reference=reference.apply_rope,
     exact=reference.APPLY_CHAINS,
-    kernels=RopeKernel(query="x", key="", q_out="out", k_out=""),
+    kernels=_ROWS,
+    backward=RopeBackward(_ROWS),
     cases=cases.APPLY_ROPE,
     sized=cases.sized,
     inplace=("x",),
@@ -130,6 +133,7 @@ APPLY_ROPE_QK = Op(
     reference=reference.rope_qk,
     exact=reference.QK_CHAINS,
     kernels=RopeKernel(),
+    backward=RopeBackward(RopeKernel()),
     cases=cases.APPLY_ROPE_QK,
     sized=cases.sized_qk,
     inplace=("query", "key"),

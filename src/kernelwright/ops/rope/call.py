@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,15 +66,24 @@ class RopeCall:
             raise Unsupported(f"width {self.width}; kernels hold rows of up to {MAX_WIDTH}")
         tables = [self.tensors["cos"], self.tensors["sin"]]
         cos, sin = (None if t is None else over_rows(t, x) for t in tables)
-        if cos is None or sin is None:
-            return rows_of(x.shape, [x, None, None, out])
-        # order the rows so that those with the same table row are neighbours: it is fetched once.
-        # at LTX's 2x2688x2048 the tables are as large as the query
-        lead = x.shape[:-1]
-        cos, sin = (t.expand(*lead, t.shape[-1]) for t in (cos, sin))
-        order = sorted(range(len(lead)), key=lambda d: cos.stride(d) == 0)
-        placed = [None if t is None else t.permute(*order, -1) for t in (x, cos, sin, out)]
-        return rows_of([lead[d] for d in order] + [x.shape[-1]], placed)
+        found = rows_by_table(x, cos, sin, [x, out])
+        of_cos, of_sin, of_x, of_out = found.strides
+        return Rows(found.sizes, (of_x, of_cos, of_sin, of_out))
+
+
+def rows_by_table(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, operands: Sequence[Tensor | None]
+) -> Rows:
+    """The rows of x with the strides of cos, sin and the operands. Rows with the same table row are
+    neighbours, so that it is fetched once: at LTX's 2x2688x2048 the tables are as large as the
+    query."""
+    if cos is None or sin is None:
+        return rows_of(x.shape, [None, None, *operands])
+    lead = x.shape[:-1]
+    cos, sin = (t.expand(*lead, t.shape[-1]) for t in (cos, sin))
+    order = sorted(range(len(lead)), key=lambda d: cos.stride(d) == 0)
+    placed = [None if t is None else t.permute(*order, -1) for t in (cos, sin, *operands)]
+    return rows_of([lead[d] for d in order] + [x.shape[-1]], placed)
 
 
 def merge_heads(t: Tensor, part: str) -> Tensor:

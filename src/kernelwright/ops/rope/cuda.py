@@ -8,7 +8,7 @@ import torch
 
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
-from ..row.order import Order, free_threads, mean_order, torch_order
+from ..row.order import Order, eager_mean_order, free_threads, mean_order, rms_order
 from ..rows import Rows, vector_width
 from .call import EMPTY, RopeCall
 
@@ -125,8 +125,8 @@ def _order(rope: RopeCall, chain: str | None, rows: tuple[Rows, Rows], room: int
     if rope.dtype("q_weight", "k_weight") != rope.query.dtype:
         raise Unsupported("eager would promote the rows by their weights")
     if chain != "transformers":
-        return torch_order(rope.width, "TorchRms", room)
-    orders = [mean_order(rope.width, r.count, room) for r in rows if r.count]
+        return rms_order(rope.width, rope.query.dtype.itemsize, room)
+    orders = [eager_mean_order(rope.width, r.count, room) for r in rows if r.count]
     if len({(o.norm, o.threads, o.vector) for o in orders}) > 1:
         raise Unsupported("at::mean sums so few query and key rows in different orders")
     if orders[0].vector == 1 and rope.rotates and rope.layout == "interleaved":

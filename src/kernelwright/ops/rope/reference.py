@@ -20,10 +20,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 def turned(x: Tensor, layout: str) -> Tensor:
     """(-b, a) for every pair (a, b): neighbours, or elements half a row apart."""
     if layout == "interleaved":
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((-b, a), -1).flatten(-2)
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((-b, a), -1).reshape(x.shape)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), -1)
+
+
+def turned_rows(x: Tensor, cos: Tensor, across_heads: bool) -> Tensor:
+    """x reshaped so that the table rotates over its last dimension: a head, or with a table
+    as wide as the token (LTX) all its heads."""
+    if not across_heads or x.ndim != 4 or cos.ndim == 4:
+        return x
+    width = x.shape[2] * x.shape[3]
+    return x.reshape(*x.shape[:2], width) if cos.shape[-1] in (width, width // 2) else x
 
 
 def full_width(table: Tensor, width: int, layout: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ MAX_WIDTH = 65536
 PARTS = ("x", "residual", "gate", "weight", "bias", "scale", "shift", "out_gate", "y", "sum")
 # operands with an address for each row; weight and bias are the same for all rows
 PLACED = ("x", "residual", "gate", "scale", "shift", "out_gate", "y", "sum")
+
+# parts that several rows may share; their gradients are sums over rows
+SHARED = ("weight", "bias", "scale", "shift", "gate", "out_gate")
 
 
 @dataclass(frozen=True)
@@ -48,22 +52,10 @@ class RowCall:
     def rows(self) -> Rows:
         if self.width > MAX_WIDTH:
             raise Unsupported(f"width {self.width}; kernels hold rows of up to {MAX_WIDTH}")
-        placed = [self.tensors[p] for p in PLACED]
-        frames = next(
-            (t.shape[1] for t in placed if t is not None and t.ndim == self.x.ndim + 1), None
-        )
-        if frames is None:
-            return rows_of(self.x.shape, [_spread(t, self.x) for t in placed])
-        # per-frame modulation [B, F, 1, D]: view the tokens [B, S, D] as [B, F, S / F, D]
-        split = [
-            t.unflatten(1, (frames, -1))
-            if t is not None and t.ndim == self.x.ndim and t.shape[1] == self.x.shape[1]
-            else (None if t is None else _spread(t, self.x, frames=True))
-            for t in placed
-        ]
-        x = split[0]
+        placed = over_rows([self.tensors[p] for p in PLACED], self.x)
+        x = placed[0]
         assert x is not None
-        return rows_of(x.shape, split)
+        return rows_of(x.shape, placed)
 
     def dtype(self, *parts: str) -> torch.dtype:
         """The dtype that these parts share; that of x if all are absent."""
@@ -80,12 +72,20 @@ def check_fp8(call: Call) -> None:
         raise Unsupported("eight-bit floats need compute capability 8.9")
 
 
-def _spread(t: Tensor | None, x: Tensor, frames: bool = False) -> Tensor | None:
-    """A modulation [D], [B, D], [B, 1, D] or [B, S, D], shaped to broadcast over the rows."""
-    if t is None:
-        return None
-    if t.ndim == 2 and x.ndim > 2:
-        t = t[(slice(None), *[None] * (x.ndim - 2))]
-    if frames and t.ndim == x.ndim:
-        t = t.unsqueeze(2)
-    return t
+def over_rows(operands: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
+    """The operands shaped to broadcast over the rows of x. With a modulation per frame [B, F, 1, D]
+    tokens [B, S, D] are viewed as [B, F, S / F, D]."""
+    frames = next((t.shape[1] for t in operands if t is not None and t.ndim == x.ndim + 1), None)
+
+    def shaped(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        if frames is not None and t.ndim == x.ndim and t.shape[1] == x.shape[1]:
+            return t.unflatten(1, (frames, -1))
+        if t.ndim == 2 and x.ndim > 2:
+            t = t[(slice(None), *[None] * (x.ndim - 2))]
+        if frames is not None and t.ndim == x.ndim:
+            t = t.unsqueeze(2)
+        return t
+
+    return [shaped(t) for t in operands]

@@ -11,7 +11,7 @@ from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
 from ..rows import vector_width
 from .call import RowCall, check_fp8
-from .order import Order, free_threads, mean_order, torch_order
+from .order import Order, eager_mean_order, free_threads, layer_order, rms_order
 
 if TYPE_CHECKING:
     from ..plan import Call
@@ -67,12 +67,12 @@ def _order(row: RowCall, chain: str | None, rows: int, room: int) -> Order:
     if chain is None:
         return Order({"rms": "FreeRms", "layer": "FreeLayer"}[row.norm])
     if row.norm == "layer":
-        return torch_order(row.width, "TorchLayer", room)
+        return layer_order(row.width, room)
     if row.has("bias"):
         raise Unsupported("an rms norm with bias has no exact kernel")
     if chain in ("diffusers", "transformers"):
-        return mean_order(row.width, rows, room)
-    return torch_order(row.width, "TorchRms", room)
+        return eager_mean_order(row.width, rows, room)
+    return rms_order(row.width, row.x.dtype.itemsize, room)
 
 
 def _rounding(row: RowCall, chain: str | None, types: Sequence[torch.dtype]) -> str:

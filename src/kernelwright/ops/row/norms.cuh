@@ -1,8 +1,8 @@
 // Ways to normalise a row, by the order in which the row is summed.
 //
 // Each has `measure`, which reduces the row that a thread group holds, and `apply`, which normalises
-// one element. Free orders are ours; the others repeat PyTorch's kernels step by step, and the GPU
-// tests compare them by torch.equal, so far on torch 2.11.
+// one element. Free orders are ours; the others repeat PyTorch's kernels step by step. Which of them
+// has the bits of the installed PyTorch is found by comparison: calibration/.
 #pragma once
 #include "backends/common.cuh"
 
@@ -265,6 +265,38 @@ struct TorchRms {
   }
 };
 
+// F.rms_norm by QuACK's kernel, which PyTorch takes from 2.13 on where nvidia-cutlass-dsl and
+// apache-tvm-ffi are installed: vectors of 16 bytes, one accumulator by fma, shuffles, (w0 + w2) +
+// (w1 + w3); a division by a power of two is contracted with the addition of eps.
+struct QuackRms {
+  float scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    static_assert(S::THREADS <= 128);
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < S::V; i++) { const float v = x(k, i); total = __fmaf_rn(v, v, total); }
+#pragma unroll
+    for (int o = smaller(S::THREADS, 32) / 2; o > 0; o /= 2) total += __shfl_xor_sync(~0u, total, o);
+    if constexpr (S::THREADS > 32) {
+      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = total;
+      __syncthreads();
+      const float* row = shared + threadIdx.x / S::THREADS * (S::THREADS / 32);
+      total = S::THREADS == 64 ? row[0] + row[1] : (row[0] + row[2]) + (row[1] + row[3]);
+    }
+    constexpr bool POWER_OF_TWO = (S::N & (S::N - 1)) == 0;
+    const float spread = POWER_OF_TWO ? __fmaf_rn(total, 1.f / S::N, eps)
+                                      : __fadd_rn(__fdiv_rn(total, float(S::N)), eps);
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(spread));
+  }
+  template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {
+    const float y = __fmul_rn(x, scale);
+    return R::keep(weighted ? __fmul_rn(y, w) : y);
+  }
+};
+
 struct Welford { float mean, spread, count; };
 
 __device__ __forceinline__ Welford take(float v, Welford a) {
@@ -285,6 +317,41 @@ __device__ __forceinline__ Welford merge(Welford b, Welford a) {
 struct TorchLayer {
   float mean, scale;
   template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    Welford row[4] = {};
+    if constexpr (Paired<S>::VALUE) row[0] = head<S>(x);
+    else rows<S>(x, row, shared);
+    Welford all = merge(merge(row[0], row[2]), merge(row[1], row[3]));
+    mean = all.mean;
+    scale = rsqrtf(all.spread / float(S::N) + eps);
+  }
+
+  // down the tree of PyTorch's lanes, to the first of LANES threads
+  template <int LANES, bool FULL> static __device__ __forceinline__ void merge_lanes(Welford& part) {
+#pragma unroll
+    for (int o = LANES / 2; o > 0; o /= 2) {
+      Welford other{__shfl_down_sync(~0u, part.mean, o, LANES), __shfl_down_sync(~0u, part.spread, o, LANES),
+                    FULL ? part.count : __shfl_down_sync(~0u, part.count, o, LANES)};
+      part = merge(part, other);
+    }
+  }
+  template <int LANES, bool FULL> static __device__ __forceinline__ Welford of_first(const Welford& part) {
+    return {__shfl_sync(~0u, part.mean, 0, LANES), __shfl_sync(~0u, part.spread, 0, LANES),
+            FULL ? part.count : __shfl_sync(~0u, part.count, 0, LANES)};
+  }
+
+  // a row that a part of one of PyTorch's warps holds, two of its lanes a thread
+  template <class S, class Get> static __device__ Welford head(Get x) {
+    static_assert(S::FULL && S::THREADS <= 16);
+    Welford part[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i++) part[i / 4] = take(x(0, i), part[i / 4]);
+#pragma unroll
+    for (int q = 0; q < 2; q++) merge_lanes<S::THREADS, true>(part[q]);
+    return of_first<S::THREADS, true>(merge(part[0], part[1]));
+  }
+
+  // what each of PyTorch's four warps holds
+  template <class S, class Get> static __device__ void rows(Get x, Welford (&row)[4], float* shared) {
     constexpr int WARPS = Played<S>::WARPS, LANES = smaller(S::THREADS, 32);
     Welford part[WARPS];
 #pragma unroll
@@ -295,15 +362,7 @@ struct TorchLayer {
 #pragma unroll
         for (int i = 0; i < 4; i++) part[Played<S>::state(k)] = take(x(k, i), part[Played<S>::state(k)]);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-#pragma unroll
-      for (int o = LANES / 2; o > 0; o /= 2) {
-        Welford other{__shfl_down_sync(~0u, part[w].mean, o, LANES), __shfl_down_sync(~0u, part[w].spread, o, LANES),
-                      S::FULL ? part[w].count : __shfl_down_sync(~0u, part[w].count, o, LANES)};
-        part[w] = merge(part[w], other);
-      }
-    }
-    Welford row[4] = {};
+    for (int w = 0; w < WARPS; w++) merge_lanes<LANES, S::FULL>(part[w]);
     if constexpr (S::THREADS == 128) {
       Welford* seen = reinterpret_cast<Welford*>(shared);
       if (threadIdx.x % 32 == 0) seen[threadIdx.x / 32] = part[0];
@@ -315,13 +374,8 @@ struct TorchLayer {
       }
     } else {
 #pragma unroll
-      for (int w = 0; w < WARPS; w++)
-        row[w] = {__shfl_sync(~0u, part[w].mean, 0, LANES), __shfl_sync(~0u, part[w].spread, 0, LANES),
-                  S::FULL ? part[w].count : __shfl_sync(~0u, part[w].count, 0, LANES)};
+      for (int w = 0; w < WARPS; w++) row[w] = of_first<LANES, S::FULL>(part[w]);
     }
-    Welford all = merge(merge(row[0], row[2]), merge(row[1], row[3]));
-    mean = all.mean;
-    scale = rsqrtf(all.spread / float(S::N) + eps);
   }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {
     // contracted to fma where nvcc contracts PyTorch's expression

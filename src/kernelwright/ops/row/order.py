@@ -1,15 +1,17 @@
 """The order in which a row is summed, and how many threads that takes.
 
-In free order the kernel may choose. The other orders are PyTorch's own, read from its sources; the
-GPU tests compare each by torch.equal, so far on torch 2.11.
+In free order the kernel may choose. The other orders are PyTorch's own; `ways` says which of them
+the installed one has.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from math import gcd
 
 from ...backends import Unsupported
+from .. import ways
 
 # (width up to, threads per row) in free order. Tuned on H200 at 2x2688x2048, 4608x3072, 4096x4096
 # and 32760x1536, where 64, 128 and 256 were tried; the other steps follow from 8 to 24 elements per
@@ -24,13 +26,14 @@ PLAIN_THREADS = 256
 
 @dataclass(frozen=True)
 class Order:
-    """The norm's name in norms.cuh, threads per row, elements per vector (0: as many as fit), and
-    the float32 factor by which at::mean scales its sum."""
+    """The norm's name in norms.cuh, threads per row, elements per vector (0: as many as fit), the
+    float32 factor by which at::mean scales its sum, and the threads that it gives a row."""
 
     norm: str
     threads: int = 0
     vector: int = 0
     factor: float = 0.0
+    block: int = 0
 
 
 def free_threads(width: int, vector: int, normed: bool = True) -> int:
@@ -46,6 +49,12 @@ def free_threads(width: int, vector: int, normed: bool = True) -> int:
     vectors, half = width // vector, threads // 2
     evenly = vectors % threads and vectors % half == 0
     return half if evenly and 1024 <= width <= 24 * half else threads
+
+
+def eager_mean_order(width: int, rows: int, room: int) -> Order:
+    """`mean_order`, if the installed PyTorch has it."""
+    ways.way("at::mean")
+    return mean_order(width, rows, room)
 
 
 def mean_order(width: int, rows: int, room: int) -> Order:
@@ -65,11 +74,39 @@ def mean_order(width: int, rows: int, room: int) -> Order:
     if block == 32 and width in (64, 128) and room >= 8:
         threads, vector = width // 8, 8
     factor = _float32(_float32(rows) / _float32(rows * width))
-    return Order(f"MeanRms<{block}>", threads, vector, factor)
+    return Order(f"MeanRms<{block}>", threads, vector, factor, block)
 
 
-def torch_order(width: int, norm: str, room: int) -> Order:
-    """F.rms_norm ("TorchRms") and F.layer_norm ("TorchLayer"): PyTorch uses 128 threads and vectors
+def rms_order(width: int, itemsize: int, room: int) -> Order:
+    """F.rms_norm of rows whose elements have so many bytes."""
+    if ways.way("F.rms_norm") == ways.QUACK:
+        return quack_order(width, itemsize)
+    return aten_order(width, "TorchRms", room)
+
+
+def layer_order(width: int, room: int) -> Order:
+    """F.layer_norm."""
+    ways.way("F.layer_norm")
+    return aten_order(width, "TorchLayer", room)
+
+
+# (width up to, threads per row) of QuACK's kernel; wider rows are spread over several blocks
+QUACK_THREADS = ((64, 8), (128, 16), (3072, 32), (6144, 64), (16384, 128))
+
+
+def quack_order(width: int, itemsize: int) -> Order:
+    """F.rms_norm by QuACK's kernel: vectors of 16 bytes, or as many as divide a row."""
+    vector = gcd(width, 16 // itemsize)
+    if vector * itemsize < 4:
+        raise Unsupported(f"width {width} of {itemsize} bytes each: QuACK leaves it to ATen")
+    threads = next((t for limit, t in QUACK_THREADS if width <= limit), 0)
+    if not threads:
+        raise Unsupported(f"QuACK spreads rows of {width} over several blocks")
+    return Order("QuackRms", threads, vector)
+
+
+def aten_order(width: int, norm: str, room: int) -> Order:
+    """F.rms_norm ("TorchRms") and F.layer_norm ("TorchLayer"): ATen uses 128 threads and vectors
     of four; where a row has fewer vectors, fewer threads give the same order."""
     if width % 4:
         raise Unsupported(f"width {width} is no multiple of 4: PyTorch sums it in another order")
@@ -77,7 +114,7 @@ def torch_order(width: int, norm: str, room: int) -> Order:
     if norm == "TorchLayer" and width % 128 and width != 64:
         # seen on H200: a few elements in a hundred differ in float32 at width 96
         raise Unsupported(f"F.layer_norm fills its warps unevenly at width {width}")
-    if norm == "TorchRms" and width in (64, 128) and room >= 8:
+    if width in (64, 128) and room >= 8:
         return Order(norm, width // 8, 8)
     if vectors <= 32:
         return Order(norm, max(8, _power_of_two(2 * vectors - 1)), 4)

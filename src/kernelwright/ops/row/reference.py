@@ -15,12 +15,17 @@ def widen(t: Tensor) -> Tensor:
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     """norm(x) over the last dimension: "rms", "layer" or "none"."""
     if kind == "layer":
-        x = x - x.mean(-1, keepdim=True)
-        # the deviations sum to the rounding error of a large mean: subtract it
-        x = x - x.mean(-1, keepdim=True)
+        x = centred(x)
     if kind in ("rms", "layer"):
         x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
     return x
+
+
+def centred(x: Tensor) -> Tensor:
+    """x - mean(x)"""
+    x = x - x.mean(-1, keepdim=True)
+    # the deviations sum to the rounding error of a large mean: subtract it
+    return x - x.mean(-1, keepdim=True)
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -45,6 +50,20 @@ def spread(t: Tensor, x: Tensor) -> Tensor:
         tokens = x.shape[1] // t.shape[1] if t.shape[1] else 0
         return t.expand(*t.shape[:2], tokens, *t.shape[3:]).flatten(1, 2)
     return t
+
+
+def summed(grad: Tensor, like: Tensor) -> Tensor:
+    """The sum of a gradient [..., D] over the rows that share `like`, in its shape and dtype."""
+    if like.ndim == grad.ndim + 1:
+        frames = like.shape[1]
+        tokens = grad.shape[1] // frames if frames else 0
+        grad = grad.reshape(grad.shape[0], frames, tokens, *grad.shape[2:])
+        shape = like.shape
+    elif like.ndim == 2 and grad.ndim > 2:
+        shape = torch.Size((like.shape[0], *[1] * (grad.ndim - 2), like.shape[1]))
+    else:
+        shape = like.shape
+    return grad.sum_to_size(shape).reshape(like.shape).to(like.dtype)
 
 
 def torch_norm(

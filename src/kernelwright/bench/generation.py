@@ -1,0 +1,211 @@
+"""Times `generate` of language models: eager, injected, as graphs, compiled by transformers.
+
+A cache of fixed size ("static") and one that grows ("dynamic", transformers' default) use other
+attention kernels, so they differ in bits. Each configuration is compared with the un-injected run
+that has the same cache: "exact" must give its tokens and the bits of its logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from .. import models, place
+from ..measure import results
+from ..measure.configs import configured, tier_of
+from ..measure.results import environment_of
+from ..measure.timing import wait
+from .models import Wrong, _fresh, _memory, _reason
+
+DYNAMIC, STATIC = "dynamic", "static"
+# for each configuration the one for `configured`, its cache, and whether transformers compiles it
+CONFIGS: Mapping[str, tuple[str, str, bool]] = {
+    "eager": ("eager", DYNAMIC, False),
+    "eager+static": ("eager", STATIC, False),
+    "compile": ("eager", STATIC, True),
+    "exact": ("exact", DYNAMIC, False),
+    "exact+graphs": ("exact+graphs", STATIC, False),
+    "fused": ("fused", DYNAMIC, False),
+    "fused+graphs": ("fused+graphs", STATIC, False),
+    "fp8": ("fp8", DYNAMIC, False),
+    "fp8+graphs": ("fp8+graphs", STATIC, False),
+}
+PRESETS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gemma-3-12b", "phi-4", "phi-3-mini", "glm-4-9b")
+
+
+class Generation:
+    """Greedy generation from one prompt of random words, always of the same length."""
+
+    def __init__(self, model: Any, batch: int, prompt: int, new: int) -> None:
+        self.model, self.new = model, new
+        size = model.config.get_text_config().vocab_size
+        draw = torch.Generator().manual_seed(0)
+        self.words = torch.randint(3, size, (batch, prompt), generator=draw).to(model.device)
+
+    def __call__(
+        self, cache: str, compiles: bool, tokens: int, logits: bool = False, seen: Any = None
+    ) -> Any:
+        """`seen` is called with the logits of each step."""
+        how: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        if seen is not None:
+            how["logits_processor"] = [seen]
+        if cache == STATIC:
+            how |= {"cache_implementation": STATIC, "disable_compile": not compiles}
+        return self.model.generate(
+            input_ids=self.words,
+            attention_mask=torch.ones_like(self.words),
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=logits,
+            **how,
+        )
+
+
+def measure(
+    preset: str,
+    configs: Sequence[str],
+    *,
+    batch: int = 1,
+    prompt: int = 128,
+    new: int = 96,
+    tiny: bool = False,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    seconds: float = 2.0,
+    layers: int | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One row a configuration: milliseconds a token after the first, to the first token, and
+    seconds to the first result of all."""
+    model = models.build(preset, tiny=tiny, device=device, dtype=dtype, layers=layers)
+    generation = Generation(model, batch, prompt, new)
+    depth = {} if layers is None else {"layers": layers}
+    expected: dict[str, Any] = {}
+    with torch.no_grad():
+        for config in configs:
+            row: dict[str, Any] = {
+                "model": preset,
+                "tiny": tiny,
+                "sizes": {"batch_size": batch, "prompt": prompt, "new_tokens": new, **depth},
+                "dtype": str(dtype).removeprefix("torch."),
+                "config": config,
+            }
+            try:
+                row |= _measure(generation, config, expected, seconds)
+            except Exception as error:
+                row["failed"] = str(error) if isinstance(error, Wrong) else _reason(error)
+            yield row
+
+
+def _measure(
+    generation: Generation, config: str, expected: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    name, cache, compiles = CONFIGS[config]
+    if cache not in expected:
+        expected[cache] = _kept(generation(cache, False, generation.new, logits=True))
+    _fresh()
+    with ExitStack() as stack:
+        begin = time.perf_counter()
+        _, report = configured(generation.model, name, stack)
+        generation(cache, compiles, 1)
+        wait()
+        row: dict[str, Any] = {"first_s": time.perf_counter() - begin, "error": None}
+        for _ in range(2):  # graphs are captured in the first, and must be right in the second
+            got = _kept(generation(cache, compiles, generation.new, logits=True))
+            row |= _compared(got, expected[cache])
+            if tier_of(name) == "exact" and not row["equal"]:
+                raise Wrong(f"{config}: not the bits of eager with a {cache} cache")
+        row["first_call_s"] = time.perf_counter() - begin
+        if report is not None:
+            row["replaced"] = report.replaced
+            row["problems"] = report.to_dict()["problems"]
+            row["graphs"] = [g.describe() for g in report.graphs]
+        _fresh()
+        first, each = _seconds(generation, cache, compiles, seconds)
+        row |= {"ms": 1e3 * each, "first_token_ms": 1e3 * first}
+        row["tokens_per_s"] = len(generation.words) / each
+        return row | _memory("steady_")
+
+
+class _FirstToken:
+    """Notes when the first token is there."""
+
+    at: float | None = None
+
+    def __call__(self, words: Any, logits: Any) -> Any:
+        if self.at is None:
+            wait()
+            self.at = time.perf_counter()
+        return logits
+
+
+def _kept(result: Any) -> tuple[Any, Any]:
+    """Tokens and logits, without the cache, whose memory the next run may take over."""
+    return result.sequences, torch.stack(result.logits)
+
+
+def _compared(got: tuple[Any, Any], want: tuple[Any, Any]) -> dict[str, Any]:
+    tokens = torch.equal(got[0], want[0])
+    return {"tokens_equal": tokens, "equal": tokens and torch.equal(got[1], want[1])}
+
+
+def _seconds(
+    generation: Generation, cache: str, compiles: bool, at_least: float
+) -> tuple[float, float]:
+    """Seconds to the first token, and for each after it: the shortest of several runs, because the
+    host decides much of them, and others use it too."""
+    firsts: list[float] = []
+    others: list[float] = []
+    start = time.perf_counter()
+    while len(firsts) < 2 or time.perf_counter() - start < at_least:
+        clock = _FirstToken()
+        wait()
+        begin = time.perf_counter()
+        generation(cache, compiles, generation.new, seen=clock)
+        wait()
+        end = time.perf_counter()
+        assert clock.at is not None
+        firsts.append(clock.at - begin)
+        others.append((end - clock.at) / (generation.new - 1))
+    return min(firsts), min(others)
+
+
+def run(
+    presets: Sequence[str],
+    configs: Sequence[str],
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    out: Path | None = None,
+    **how: Any,
+) -> list[dict[str, Any]]:
+    """Measure presets in turn; writes the rows so far to `out` after each."""
+    if unknown := [c for c in configs if c not in CONFIGS]:
+        raise ValueError(f"no configuration {unknown[0]!r}, expected any of {', '.join(CONFIGS)}")
+    if unknown := [p for p in presets if p not in PRESETS]:
+        raise ValueError(f"{unknown[0]!r} does not generate, expected any of {', '.join(PRESETS)}")
+    if out is not None:
+        results.check_writable(out)
+    at = place.choose_device(device, tiny=how.get("tiny", False))
+    kind = place.choose_dtype(dtype, at)
+    names = presets or PRESETS[:1]
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        stack.enter_context(torch.cuda.device(at) if at.type == "cuda" else nullcontext())
+        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+        task = progress.add_task("generating", total=len(names) * len(configs))
+        for name in names:
+            for row in measure(name, configs, device=str(at), dtype=kind, **how):
+                rows.append(row)
+                progress.advance(task)
+                if out is not None:
+                    results.write(out, "models", rows, environment=environment_of(at))
+            _fresh()
+    return rows

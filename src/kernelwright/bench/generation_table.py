@@ -1,0 +1,37 @@
+"""What `kernelwright bench generate` shows of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+LEFT = ("model", "config")
+HEADS = ("tokens/s", "ms/token", "against eager", "first token ms", "first s", "tokens", "bits")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line a configuration."""
+    sizes = rows[0]["sizes"] if rows else {}
+    shown = Table(title=", ".join(f"{name.replace('_', ' ')} {n}" for name, n in sizes.items()))
+    for head in (*LEFT, *HEADS):
+        shown.add_column(head, justify="left" if head in LEFT else "right")
+    eager = {r["model"]: r["ms"] for r in rows if r["config"] == "eager" and "ms" in r}
+    for row in rows:
+        if "failed" in row:
+            shown.add_row(row["model"], row["config"], "–", style="red")
+            continue
+        base = eager.get(row["model"])
+        shown.add_row(
+            row["model"],
+            row["config"],
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['ms']:.2f}",
+            f"{base / row['ms']:.2f}×" if base else "",
+            f"{row['first_token_ms']:.1f}",
+            f"{row['first_s']:.1f}",
+            "same" if row["tokens_equal"] else "differ",
+            "same" if row["equal"] else "differ",
+        )
+    return shown

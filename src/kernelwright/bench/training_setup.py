@@ -1,0 +1,114 @@
+"""How a model is prepared for training: adapters, checkpointing, attention, Liger."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..errors import CannotRun
+
+# the projections of attention, under the names of diffusers and transformers
+LORA_TARGETS = (
+    "to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "o_proj",
+    "qkv_proj", "query_key_value", "self_attention.dense", "to_query", "to_key", "to_value",
+)  # fmt: skip
+ATTENTION = {
+    "default": None,
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def add_lora(model: nn.Module, rank: int) -> None:
+    """Put adapters of this rank around the projections of attention; only they are trained. Both
+    factors are random: with the usual zeros half of the gradients would be zero."""
+    if find_spec("peft") is None:
+        raise CannotRun("peft is not installed: pip install peft")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    targets = sorted({t for t in LORA_TARGETS for n in linears if f".{n}".endswith(f".{t}")})
+    if not targets:
+        raise CannotRun(f"{type(model).__name__} has no layer named {', '.join(LORA_TARGETS)}")
+    with torch.random.fork_rng(devices=_devices(model)):
+        torch.manual_seed(11)
+        model.requires_grad_(False)
+        inject_adapter_in_model(
+            LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False),
+            model,
+        )
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]
+
+
+def checkpoint(model: Any) -> None:
+    """Recompute blocks in the backward instead of keeping their values."""
+    if hasattr(model, "gradient_checkpointing_enable"):  # transformers
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif hasattr(model, "enable_gradient_checkpointing"):  # diffusers
+        model.enable_gradient_checkpointing()
+    else:
+        raise CannotRun(f"{type(model).__name__} has no gradient checkpointing")
+
+
+def attention(name: str) -> AbstractContextManager[Any]:
+    """PyTorch's attention by one backend; "default" leaves the choice to PyTorch."""
+    backend = ATTENTION[name]
+    return nullcontext() if backend is None else sdpa_kernel(backend)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """PyTorch's deterministic algorithms, without its filling of new memory."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    memory.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+        memory.fill_uninitialized_memory = filled
+
+
+@contextmanager
+def liger(model: Any) -> Iterator[None]:
+    """The model with Liger's kernels, as its own function for this kind of model sets them. It
+    also changes functions of the model's file, which are put back."""
+    if find_spec("liger_kernel") is None:
+        raise CannotRun("Liger is not installed: pip install liger-kernel")
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise CannotRun(f"Liger needs a CUDA GPU, the model is on {device}")
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    known = importlib.import_module("liger_kernel.transformers")
+    apply = getattr(known, f"apply_liger_kernel_to_{kind}", None)
+    if apply is None:
+        raise CannotRun(f"Liger has no kernels for {kind}")
+    file = sys.modules[type(model).__module__]
+    names = dict(vars(file))
+    classes: list[Any] = [
+        c for c in names.values() if isinstance(c, type) and c.__module__ == file.__name__
+    ]
+    forwards = [(c, c.__dict__["forward"]) for c in classes if "forward" in c.__dict__]
+    try:
+        apply(model=model)
+        yield
+    finally:
+        vars(file).update(names)
+        for owner, forward in forwards:
+            owner.forward = forward

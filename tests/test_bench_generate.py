@@ -1,0 +1,50 @@
+"""`kernelwright bench generate`: tokens a second of runs whose logits were compared."""
+
+import json
+
+import torch
+from typer.testing import CliRunner
+
+from kernelwright.bench import generation
+from kernelwright.cli import app
+
+TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "0.01"]
+SHORT = ["--prompt", "5", "--new", "4"]
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, ["bench", "generate", *args], env={"COLUMNS": "200"})
+
+
+def test_each_configuration_has_the_bits_of_its_cache(tmp_path):
+    out = tmp_path / "generate.json"
+    how = ["--config", "eager,eager+static,exact,exact+graphs", "--out", str(out)]
+    result = invoke("llama-3-8b", *TINY, *SHORT, *how)
+    assert result.exit_code == 0, result.output
+    assert "tokens/s" in result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["equal"] for row in rows] == [True] * 4
+    assert all(row["tokens_per_s"] > 0 and row["first_token_ms"] > 0 for row in rows)
+    assert rows[0]["sizes"] == {"batch_size": 1, "prompt": 5, "new_tokens": 4}
+
+
+def test_other_logits_have_no_time(monkeypatch):
+    usual, seen = generation._kept, []
+
+    def one_bit_off(result):
+        tokens, logits = usual(result)
+        seen.append(logits)
+        return tokens, torch.nextafter(logits, logits + 1) if len(seen) > 1 else logits
+
+    monkeypatch.setattr(generation, "_kept", one_bit_off)
+    result = invoke("llama-3-8b", *TINY, *SHORT, "--config", "exact", "--json")
+    assert result.exit_code == 1
+    (row,) = json.loads(result.stdout)
+    assert row["failed"] == "exact: not the bits of eager with a dynamic cache"
+    assert "ms" not in row
+
+
+def test_a_model_that_does_not_generate_is_named():
+    result = invoke("ltx-video", *TINY)
+    assert result.exit_code == 2
+    assert "'ltx-video' does not generate" in result.output
