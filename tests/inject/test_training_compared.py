@@ -22,7 +22,7 @@ def test_a_program_that_differs_runs_as_ops(monkeypatch, half):
                 result.mul_(1.01)
 
     monkeypatch.setattr(ProgramSites, "_kernel", kernel)
-    eager, ours = twice(model(layers=2))
+    eager, ours = twice(model())
     report = kw.inject(ours)
     for _ in range(2):
         assert differing(gradients(ours, data()), gradients(eager, data())) == []
@@ -36,7 +36,7 @@ def test_a_backward_that_differs_in_every_way_is_not_used(monkeypatch):
         return [t * 1.01 for t in usual(self, *given)]
 
     monkeypatch.setattr(BlockPrograms, "run_backward", backward)
-    eager, ours = twice(model(layers=2))
+    eager, ours = twice(model())
     report = kw.inject(ours)
     for _ in range(2):
         assert differing(gradients(ours, data()), gradients(eager, data())) == []
@@ -75,7 +75,7 @@ def test_attention_that_does_not_repeat_itself(monkeypatch):
         return self.o(attention(*heads).transpose(1, 2).flatten(2))
 
     monkeypatch.setattr(Attention, "forward", forward)
-    ours = model(layers=2)
+    ours = model()
     report = kw.inject(ours)
     first, second = gradients(ours, data()), gradients(ours, data())
     assert differing(first, second) != []

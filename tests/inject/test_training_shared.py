@@ -43,7 +43,7 @@ def whole(gradient):
 @pytest.mark.parametrize("share", [shared_gradients, shared_weights])
 @pytest.mark.parametrize("inject_first", [True, False])
 def test_gradients_are_eagers(one_process, share, inject_first):
-    eager, ours = twice(model(layers=2))
+    eager, ours = twice(model())
     if inject_first:
         kw.inject(ours)
     around = [share(eager), share(ours)]

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernelwright import models
+
 WIDTH, HEADS, TOKENS = 32, 2, 12
 
 
@@ -45,7 +47,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers=3, dropout=0.0):
+    def __init__(self, layers=2, dropout=0.0):
         super().__init__()
         self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
@@ -115,6 +117,18 @@ def with_lora(trained, *layers, **how):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return inject_adapter_in_model(config, trained)
+
+
+# names of layers in the attention of presets
+ATTENTION = {"to_q", "to_k", "to_v", "q_proj", "v_proj", "o_proj", "qkv", "qkv_proj", "to_qkv"}
+
+
+def preset(name, lora, dtype):
+    """A tiny model to be trained: all of it, or adapters of its attention."""
+    built = models.build(name, tiny=True, dtype=dtype).requires_grad_(True)
+    names = {n.rpartition(".")[2] for n, m in built.named_modules() if type(m) is nn.Linear}
+    found = ATTENTION & names or {"query_key_value"} & names
+    return with_lora(built, *found) if lora else built
 
 
 def steps(trained, inputs, count):

@@ -28,6 +28,8 @@ from ...fuser.index import CannotIndex
 from ...fuser.joint_recording import Call, record_joint
 from ...fuser.module_twin import twin_of
 from ...fuser.recording import CannotRecord, paths_of
+from ..graphs.capture import capturing
+from ..graphs.host_reads import reading
 from ..identify.structure import structure_of
 from ..reuse.programs import MAX_RECORDINGS, places_of
 from ..reuse.recordable import little_to_gain, signature, unknown_constant, waits, why_not
@@ -91,6 +93,8 @@ class Training:
             return run_eager(module, eager, args, kwargs)
         seen = self._seen(module, args, kwargs)
         found = seen.bound.get(seen.layouts)
+        if found is None and (capturing() or reading()):
+            return run_eager(module, eager, args, kwargs)  # a comparison is no part of a graph
         if found is None:
             found = seen.bound[seen.layouts] = self._bind(module, args, kwargs, seen)
             self.findings.gradients[type(module).__name__, str(found)] += 1
