@@ -83,7 +83,7 @@ def test_the_kernel_of_a_copy_compiles(dtype):
         if isinstance(step.stores[0].value, Load) and step.stores[0].target.endswith(IN_ROWS):
             assert kernels.why_not(step, plan.values) is None
             (kernel,) = kernels._known.values()
-            assert "__shared__ T tile" in kernel.code
+            assert "__shared__ Pair tile" in kernel.code
             assert cuda.build(kernel.code, "sm_90")[0]
             made += 1
     assert made == 1
