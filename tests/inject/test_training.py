@@ -274,3 +274,8 @@ def test_adapters_that_scale_the_weight_itself():
     trained = with_lora(model(), "q", "up", use_dora=True, init_lora_weights=False)
     inputs = {n: t.detach() for n, t in data().items()}
     assert runs_as_programs(check(trained, inputs))
+
+
+def test_a_part_that_is_skipped_keeps_its_block_as_it_is():
+    report = check(model(), data(), calls=1, skip="Attention")
+    assert not runs_as_programs(report)
