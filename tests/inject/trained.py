@@ -126,7 +126,7 @@ ATTENTION = {"to_q", "to_k", "to_v", "q_proj", "v_proj", "o_proj", "qkv", "qkv_p
 def preset(name, lora, dtype):
     """A tiny model to be trained: all of it, or adapters of its attention."""
     built = models.build(name, tiny=True, dtype=dtype).requires_grad_(True)
-    names = {n.rpartition(".")[2] for n, m in built.named_modules() if type(m) is nn.Linear}
+    names = {n.rpartition(".")[2] for n, m in built.named_modules() if isinstance(m, nn.Linear)}
     found = ATTENTION & names or {"query_key_value"} & names
     return with_lora(built, *found) if lora else built
 
