@@ -22,8 +22,8 @@ PARTS = (
 )
 # the folders of `inject` in the same way; its own files are "inject"
 INJECT = (
-    *("state", "identify", "runtime", "graphs", "verify", "reuse", "fp8", "fusions", "recipes"),
-    *("report", "inject"),
+    *("state", "identify", "runtime", "graphs", "verify", "reuse", "training"),
+    *("fp8", "fusions", "recipes", "report", "inject"),
 )
 
 # state of a new interpreter; run once for all tests, since torch is slow to import

@@ -11,6 +11,7 @@ from fuser.blocks import Small, drawn
 from kernelwright.fuser import cuda_source, interpreter, launching, planning, recording
 from kernelwright.fuser.program import Program
 
+aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
@@ -32,6 +33,18 @@ def modulated(x, scale, gate):
     return total, F.layer_norm(total, (1536,)) * (1 + scale) + gate
 
 
+def gradients(g, x):
+    return aten.silu_backward(g, x) - aten.gelu_backward(x, g, approximate="tanh")
+
+
+def gradient_of_norm(g, x):
+    """Of a root mean square, as autograd writes it: with a sum along the row, and a cube."""
+    x, g = x.float(), g.float()
+    r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    of_mean = (g * x).sum(-1, keepdim=True) * r.pow(3) * -0.5
+    return (g * r + of_mean.expand(x.shape) / 512 * (x.pow(1.0) * 2)).bfloat16()
+
+
 TABLES = [drawn(5, 128, dtype=torch.float32, seed=s) for s in (1, 2)]
 CASES = {
     "heads": (rotated_heads, drawn(2, 5, 1536), drawn(128), *TABLES),
@@ -39,6 +52,8 @@ CASES = {
     "rows": (modulated, drawn(2, 3, 1536), drawn(2, 1, 1536), drawn(2, 1, 1536, seed=1)),
     "uneven": (lambda x, y: F.silu(x) * y - x, drawn(3, 7, 280), drawn(3, 1, 280)),
     "table": (lambda x: F.gelu(x * 3, approximate="tanh"), drawn(257, 8192)),
+    "activations' gradients": (gradients, drawn(3, 7, 280), drawn(3, 7, 280, seed=1)),
+    "a norm's gradient": (gradient_of_norm, drawn(2, 3, 512), drawn(2, 3, 512, seed=1)),
 }
 
 

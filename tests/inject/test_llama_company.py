@@ -11,7 +11,6 @@ import kernelwright as kw
 from inject.harness import check_exact, fused_sites, left_behind, run, same
 from inject.language import LAYERS, model_of, words
 from kernelwright.inject.fusions import feed_forward
-from kernelwright.inject.verify import accuracy
 
 
 def generate(model, cache):
@@ -152,9 +151,9 @@ def test_training(checkpointing):
         for _ in range(2):
             got, grads = gradients(model)
             assert torch.equal(got, loss)
-            assert accuracy.error(grads, expected) <= accuracy.FLOAT32_ERROR
+            assert all(map(torch.equal, grads, expected))
         assert not report.problems
-    assert fused_sites(report)["QK-norm + RoPE"] == LAYERS
+    assert any("Qwen3DecoderLayer" in line for line in report.gradients)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fused"])

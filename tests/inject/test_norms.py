@@ -104,6 +104,7 @@ STRIDED = "its rows are not contiguous in memory"
 
 
 @pytest.mark.parametrize(("numerics", "fate"), [("exact", STRIDED), ("fused", "fused")])
+@torch.no_grad()
 def test_rows_across_memory_stay_where_they_are(numerics, fate):
     """As a VAE normalises its channels: eager keeps the layout for the next convolution."""
     norm = norm_of("llama", "LlamaRMSNorm", WIDTH)
@@ -119,6 +120,7 @@ def test_rows_across_memory_stay_where_they_are(numerics, fate):
 
 
 @pytest.mark.parametrize("shape", [(WIDTH,), (6, WIDTH), (2, 5, 3, WIDTH)], ids=str)
+@torch.no_grad()
 def test_rows_that_no_kernel_reads_where_they_are_stay_eager(shape):
     norm = norm_of("llama", "LlamaRMSNorm", WIDTH)
     x = rows().new_ones(*shape, 2)[..., 0]

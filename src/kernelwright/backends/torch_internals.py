@@ -105,6 +105,44 @@ def one_fake_mode() -> Iterator[None]:
         yield
 
 
+_to_functional: Callable[..., Any] = _named("torch._to_functional_tensor")
+_from_functional: Callable[..., Any] = _named("torch._from_functional_tensor")
+_enable_functionalization: Callable[..., Any] = _named("torch._enable_functionalization")
+_disable_functionalization: Callable[..., Any] = _named("torch._disable_functionalization")
+_sync: Callable[..., Any] = _named("torch._sync")
+
+
+def functional(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`function` without writing to tensors, for make_fx. Unlike torch.func.functionalize, what it
+    calls may use autograd."""
+
+    def run(*tensors: Any) -> list[Any]:
+        wrapped = list(map(_to_functional, tensors))
+        _enable_functionalization(reapply_views=True)
+        try:
+            results = function(*wrapped)
+        finally:
+            _disable_functionalization()
+        for result in results:
+            _sync(result)
+        if any(map(_written, wrapped)):
+            raise RuntimeError("it writes to its inputs")
+        return list(map(_from_functional, results))
+
+    return run
+
+
+_written: Callable[..., bool] = _named("torch._functionalize_has_data_mutation")
+
+
+_saving_hooks: Callable[..., Any] = _named("torch._C._autograd._top_saved_tensors_default_hooks")
+
+
+def saves_through_hooks() -> bool:
+    """Whether what autograd saves goes through hooks, such as those of checkpointing."""
+    return _saving_hooks(True) is not None
+
+
 def only_default_devices() -> bool:
     """Whether every torch function mode around this call is a default device."""
     from torch.utils._device import DeviceContext

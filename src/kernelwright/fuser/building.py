@@ -30,6 +30,7 @@ STEPS = frozenset(
         *("leaky_relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where"),
         *("_to_copy", "clone", "copy", "addcmul", "eq", "ne", "lt", "le", "gt", "ge"),
         *("logical_not", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not"),
+        *("silu_backward", "gelu_backward"),
     )
 )
 # the same, written over their first operand: pure if nothing else reads that
@@ -299,9 +300,61 @@ def _as_real(builder: Builder, node: fx.Node, index: Index) -> Expression:
     return _piece(builder, index, len(index) - 1, pieces, dtype)
 
 
-def _empty(builder: Builder, node: fx.Node, index: Index) -> Expression:
-    """Memory that nobody has written to yet: any number will do."""
+def _zero(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    """Zeros, or memory that nobody has written to yet, where any number will do."""
     return Step(aten.full.default, (0,), (), node.meta["val"].dtype)
+
+
+def _of_part(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    """slice_backward: the gradient of a part, among zeros."""
+    part, shape, dim, start, _, step = node.args
+    dim %= len(index)
+    start = start_of(start, shape[dim])
+    if step == 1:
+        return _among_zeros(builder, node, index, dim, start, partial(builder.at, part))
+    if start >= step or start + shape_of(part)[dim] * step < shape[dim]:
+        raise CannotIndex("a part that ends before its tensor does")
+    quotient, remainder = builder.space.divided(index[dim], step)
+
+    def every(at: Index) -> Expression:
+        return builder.at(part, (*at[:dim], quotient, *at[dim + 1 :]))
+
+    zero = partial(_zero, builder, node)
+    pieces: list[Piece] = [(v, v + 1, every if v == start else zero) for v in range(step)]
+    inside = (*index[:dim], remainder, *index[dim + 1 :])
+    return _piece(builder, inside, dim, pieces, node.meta["val"].dtype)
+
+
+def _of_one(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    """select_backward: the gradient of one of several, among zeros."""
+    part, shape, dim, number = node.args
+    dim, number = dim % len(index), number % shape[dim]
+
+    def one(at: Index) -> Expression:
+        return builder.at(part, (*at[:dim], *at[dim + 1 :]))
+
+    return _among_zeros(builder, node, index, dim, number, one, 1)
+
+
+def _among_zeros(
+    builder: Builder,
+    node: fx.Node,
+    index: Index,
+    dim: int,
+    start: int,
+    make: Callable[[Index], Expression],
+    size: int | None = None,
+) -> Expression:
+    """What `make` makes of `size` positions of a dimension from `start` on, and zeros elsewhere."""
+    size = shape_of(node.args[0])[dim] if size is None else size
+    end = shape_of(node)[dim]
+    zero = partial(_zero, builder, node)
+    pieces: list[Piece] = [
+        (0, start, zero),
+        (start, start + size, make),
+        (start + size, end, zero),
+    ]
+    return _piece(builder, index, dim, [p for p in pieces if p[0] < p[1]], node.meta["val"].dtype)
 
 
 MOVES: dict[Any, Callable[[Builder, fx.Node, Index], Expression]] = {
@@ -311,5 +364,8 @@ MOVES: dict[Any, Callable[[Builder, fx.Node, Index], Expression]] = {
     aten.repeat: _repeated,
     aten.view_as_complex: _as_complex,
     aten.view_as_real: _as_real,
-    aten.empty_like: _empty,
+    **dict.fromkeys((aten.empty_like, aten.new_empty_strided), _zero),
+    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), _zero),
+    aten.slice_backward: _of_part,
+    aten.select_backward: _of_one,
 }

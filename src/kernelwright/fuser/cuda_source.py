@@ -21,9 +21,9 @@ from ..backends.cuda import TYPES
 from ..ops.gelu.cuda import AHEAD, RESIDENT, TABLE_BLOCK, TABLE_ELEMENTS
 from ..ops.row.order import PLAIN_THREADS, mean_order
 from .cuda_kernel import ENTRY, Kernel, Tensor, divisor
-from .cuda_steps import float_literal, form_of_table, type_name
+from .cuda_steps import GRADIENTS, float_literal, form_of_table, type_name
 from .cuda_values import Values, Vector
-from .expression import Choice, Load
+from .expression import Choice, Load, Step, walk
 from .index import Space
 from .lowering import Lowered, Shape, Statistics, inside, lowered, operands, statistics_of
 from .program import Program, Store
@@ -286,9 +286,11 @@ class _Emitter:
         order = self.orders[s]
         name = v.names.setdefault(s, f"sum{len(v.names)}")
         get = f"[&](int k, int i) {{ return {v.element(s.x)}; }}"
+        total = f"{order}::template of<S>({get}, {scratch_name(order)})"
+        if s.op is aten.sum.dim_IntList:
+            return [f"  const float {name} = {total};"]
         if s.op is aten.mean.dim:
             factor = mean_order(self.width, self.rows, self.V).factor
-            total = f"{order}::template of<S>({get}, {scratch_name(order)})"
             return [f"  const float {name} = __fmul_rn({total}, {float_literal(factor)});"]
         eps = s.args[0]
         if eps is None:
@@ -332,6 +334,7 @@ class _Emitter:
         return [
             '#include "ops/row/norms.cuh"',
             '#include "ops/gelu/cuda.cuh"',
+            *(['#include "fuser/gradients.cuh"'] if self._has_gradients() else []),
             "using namespace kernelwright;",
             f"using Bytes = {'i64' if wide else 'unsigned long long'};",
             f"struct Args {{ void* at[{count}]; {'i64' if wide else 'unsigned'} "
@@ -339,6 +342,10 @@ class _Emitter:
             f'extern "C" __global__ void __launch_bounds__({self.block})',
             f"{ENTRY}(const __grid_constant__ Args a) {{",
         ]
+
+    def _has_gradients(self) -> bool:
+        steps = (e for e in walk(*(s.value for s in self.program.stores)) if isinstance(e, Step))
+        return any(getattr(e.op, "overloadpacket", e.op) in GRADIENTS for e in steps)
 
     def _row(self, pointers: list[Access], extents: list[int]) -> list[str]:
         """Where the row of a thread lies."""

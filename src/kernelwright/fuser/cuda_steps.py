@@ -69,6 +69,8 @@ def _both(sign: str) -> Callable[..., str]:
 
 def _power(a: str, exponent: Any) -> str:
     value = float(exponent.rstrip("f"))
+    if value == 1:
+        return a
     if value == 2:
         return f"__fmul_rn({a}, {a})"
     if value == 0.5:
@@ -94,6 +96,7 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.tanh: lambda a: f"tanhf({a})",
     aten.sigmoid: lambda a: f"logistic<false>(1.f, {a})",
     aten.silu: lambda a: f"logistic<false>({a}, {a})",
+    aten.silu_backward: lambda a, b: f"silu_backward({a}, {b})",
     aten.relu: lambda a: f"({a} <= 0.f ? 0.f : {a})",
     aten.abs: lambda a: f"fabsf({a})",
     aten.where: lambda c, a, b: f"({c} != 0.f ? {a} : {b})",
@@ -167,6 +170,10 @@ PAIRS: dict[Any, Callable[..., str]] = {
 }
 
 
+# those of fuser/gradients.cuh
+GRADIENTS = frozenset((aten.silu_backward, aten.gelu_backward))
+
+
 def is_exact(e: Any) -> bool:
     """Whether a step has results of its dtype before any rounding."""
     if not isinstance(e, Step) or getattr(e.op, "overloadpacket", e.op) not in EXACT:
@@ -201,6 +208,14 @@ def _gelu(e: Step, exact: bool) -> str:
     if exact:
         ways.way("F.gelu tanh")
     return "GeluTanh<false>"
+
+
+def _gelu_backward(e: Step, exact: bool) -> str:
+    if dict(e.kwargs).get("approximate", "none") == "tanh":
+        return "gelu_tanh_backward"
+    if exact and ways.erf() != ways.ERFS[ways.COMPILER]:
+        raise Unsupported(f"{e.op} with the erf of this PyTorch")
+    return "gelu_erf_backward"
 
 
 def form_of_table(e: Any) -> str | None:
@@ -238,6 +253,13 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if packet is aten.gelu:
         name = _gelu(e, exact)
         return lambda a: f"{name}::of({a[0]})"
+    if packet is aten.gelu_backward:
+        name = _gelu_backward(e, exact)
+        return lambda a: f"{name}({a[0]}, {a[1]})"
+    if packet is aten.pow and e.args[1] == 3:
+        # two products, each rounded to the dtype
+        square = "__fmul_rn({0}, {0})".format
+        return lambda a: f"__fmul_rn({rounded(square(a[0]), e.dtype)}, {a[0]})"
     make = STEPS_OF_16_BITS.get(packet) if types[0] in HALVES and exact else None
     make = make or STEPS.get(packet)
     if make is None:

@@ -58,7 +58,11 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
     values = {n.name: n.meta.get("val") for n in recording.graph.nodes}
     while True:
         planner = _Planner(recording, left)
-        found = planner.made(lambda p: check is None or check(p, values) is None)
+        try:
+            found = planner.made(lambda p: check is None or check(p, values) is None)
+        except _Leave as no:
+            left |= dict.fromkeys(no.nodes, no.why)
+            continue
         refused = {
             node: why
             for program in found.steps
@@ -222,9 +226,9 @@ class _Planner:
             except Cut as cut:
                 boxes += box.cut(cut)
             except CannotIndex as no:
-                raise _Store(self._to_store(group, no.node), str(no)) from no
+                raise _Store(self._to_store(group, no.node, str(no)), str(no)) from no
             if box.changes > MAX_CHANGES:
-                raise _Store(self._to_store(group, None), "too many splits")
+                raise _Store(self._to_store(group, None, "too many splits"), "too many splits")
         return done
 
     def _program(self, group: list[fx.Node], box: _Box) -> Program:
@@ -235,7 +239,7 @@ class _Planner:
         stores = tuple(self._store(builder, n, index) for n in group)
         return Program(tuple(space.extents.items()), stores)
 
-    def _to_store(self, group: list[fx.Node], failed: fx.Node | None) -> fx.Node:
+    def _to_store(self, group: list[fx.Node], failed: fx.Node | None, why: str) -> fx.Node:
         """What has to be stored so that a node need not be built: it, or what it is a view of."""
         if failed is not None:
             base = self.kinds.base[failed]
@@ -243,7 +247,7 @@ class _Planner:
                 return base
         inlined = set().union(*map(self._inlined, group)) & self.kinds.computed - self.stored
         if not inlined:
-            raise CannotIndex(f"{group[0].name} cannot be built")
+            raise _Leave(group, f"{group[0].target}: {why}")
         return max(inlined, key=list(self.graph.nodes).index)
 
     def _store(self, builder: Builder, node: fx.Node, index: tuple[Affine, ...]) -> Store:
@@ -314,6 +318,14 @@ class _Store(Exception):
     """This node has to be stored."""
 
     node: fx.Node
+    why: str
+
+
+@dataclass
+class _Leave(Exception):
+    """These nodes stay PyTorch's: of what they are made of, everything is stored already."""
+
+    nodes: list[fx.Node]
     why: str
 
 

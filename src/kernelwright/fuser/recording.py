@@ -138,7 +138,7 @@ class _Layers(threading.local):
 
 
 _layers = _Layers()
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()
 
 
 @contextmanager
@@ -279,7 +279,7 @@ class Recording:
     handed: int = 0  # how many of the inputs, the last ones, the block before has made for this one
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-        named = _weights(module)
+        named = weights_of(module)
         return [*(named[n] for n in self.weights), *self.given(args, kwargs)]
 
     def __post_init__(self) -> None:
@@ -342,9 +342,9 @@ def record(
         raise CannotRecord("autocast")
     twin = twin_of(module, opaque)
     _stand_in(twin, opaque)
-    weights.update(_weights(twin))
+    weights.update(weights_of(twin))
     # make_fx patches nn.Module for all threads, and is not made for two at a time
-    with _one_at_a_time, opaque_layers(opaque), recorded_calls() as parallel:
+    with one_at_a_time, opaque_layers(opaque), recorded_calls() as parallel:
         _layers.backends = sdp_backends()
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
@@ -356,7 +356,7 @@ def record(
                 parameters = {id(p) for p in twin.parameters()}
                 # not the parameters themselves: tracing leaves weak references to what it is given,
                 # and torch.utils.swap_tensors refuses tensors that have some
-                given = [t.detach() if id(t) in parameters else _copy(t) for t in tensors]
+                given = [t.detach() if id(t) in parameters else copied(t) for t in tensors]
                 made = make_fx(kept, tracing_mode=tracing_mode)(*given)
         except CannotRecord:
             raise
@@ -377,11 +377,11 @@ def record(
         if _writes_to_input(node):
             raise CannotRecord("it writes to its inputs")
     graph.eliminate_dead_code()
-    paths = _paths((args, kwargs))
+    paths = paths_of((args, kwargs))
     return Recording(graph, tuple(weights), paths, returned[0], constants, results, parallel)
 
 
-def _paths(tree: Any) -> tuple[Path, ...]:
+def paths_of(tree: Any) -> tuple[Path, ...]:
     """How to find each tensor in a tree of containers."""
     found, _ = pytree.tree_flatten_with_path(tree)
     return tuple(tuple(map(_step, keys)) for keys, leaf in found if isinstance(leaf, Tensor))
@@ -401,7 +401,7 @@ def _writes_to_input(node: fx.Node) -> bool:
     return isinstance(first, fx.Node) and first.op == "placeholder"
 
 
-def _copy(t: Tensor) -> Tensor:
+def copied(t: Tensor) -> Tensor:
     """The same values in the same layout, for a forward that may turn out to write to them: the
     module's own forward is then the only one that does."""
     repeats = any(
@@ -412,5 +412,5 @@ def _copy(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -37,9 +37,9 @@ def threads_of(
 def order_of(s: Statistics, width: int, rows: int, exact: bool = True) -> Order:
     """ATen's order; if `exact`, that of the installed PyTorch."""
     room = 8
-    if s.op is aten.mean.dim:
+    if s.op in (aten.mean.dim, aten.sum.dim_IntList):  # which differ by a factor alone
         if s.dtype != torch.float32:
-            raise Unsupported(f"at::mean of {s.dtype}")
+            raise Unsupported(f"{s.op} of {s.dtype}")
         return (eager_mean_order if exact else mean_order)(width, rows, room)
     if s.op is RMS_NORM:
         if not exact:

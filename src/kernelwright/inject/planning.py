@@ -26,6 +26,7 @@ from .report.record import Line
 from .report.report import Report
 from .runtime import forwards, work_ahead
 from .state.tensor_samples import TensorSamples
+from .training.blocks import Training
 from .verify.first_sight import Checker
 
 if TYPE_CHECKING:
@@ -107,9 +108,12 @@ class _Plan:
         )
         self.checker.changed = self.fusions.forget_norms
         self.injection = Injection(ref(part.model), self.checker)
+        self.training = Training(self.checker, self.fusions.programs.fell_back)
+        self.checker.training = self.training
         self.lines: Counter[Line] = Counter()
         # recording and compiling pay off where a block runs at every step, not once per picture
         self.blocks = set(blocks(part.model)) if part.denoises else set()
+        self.training.kinds = tuple({type(b) for b in self.blocks} - self._with_skipped_parts())
 
     def make(self) -> Injection:
         self._replace_modules()
@@ -181,6 +185,11 @@ class _Plan:
         if patch is not None and self.options.numerics == "exact" and patch.not_exact:
             return patch.not_exact
         return forwards.why_not(module)
+
+    def _with_skipped_parts(self) -> set[type]:
+        """Classes of blocks in which the user names a part that is to be left as it is."""
+        named = self.named.items() if self.selection.skip else ()
+        return {type(m) for name, m in named if m in self.blocks and self._skips_inside(name, m)}
 
     def _skips_inside(self, name: str, module: nn.Module) -> bool:
         """Whether the user names a part of a module that is to be left as it is."""

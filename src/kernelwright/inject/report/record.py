@@ -82,6 +82,15 @@ class Record:
         """Blocks that run as generated kernels, one line for each class, once they have run."""
         return [line for programs in self.programs for line in programs.described()]
 
+    @property
+    def gradients(self) -> list[str]:
+        """How modules of each class run while gradients are recorded, once they have."""
+        found = (item for checker in self.checkers for item in checker.gradients.items())
+        return [
+            f"{kind}, while gradients are recorded: {how}{f' ({n} blocks)' if n > 1 else ''}"
+            for (kind, how), n in found
+        ]
+
     def count(self, kind: str, component: str | None = None) -> int:
         """How many modules of this class were replaced, in one component or in all."""
         return sum(
@@ -101,6 +110,7 @@ class Record:
             "modules": [{**asdict(line), "count": n} for line, n in self.lines.items()],
             "sites": self.sites,
             "blocks": [asdict(line) for line in self.blocks],
+            "gradients": self.gradients,
             "problems": [
                 {"module": f.module, "inputs": f.inputs, "problem": f.problem}
                 for f in self.problems

@@ -32,6 +32,7 @@ def render(report: Record) -> Iterator[Any]:
     yield table
     yield summary(report)
     yield from map(str, report.blocks)
+    yield from report.gradients
     for programs in report.programs:
         for (where, why), count in programs.fell_back.items():
             yield f"! {where}: {count} calls ran PyTorch's ops: {why}"

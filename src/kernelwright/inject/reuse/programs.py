@@ -144,7 +144,7 @@ class Programs:
         self._last[type(module).__name__] = found
         if isinstance(found, str):
             return found, result if once else None
-        places = _places(module, found.recording.weights)
+        places = places_of(module, found.recording.weights)
         weights = [holder[name] for holder, name in places]
         layouts, check = list(map(layout, weights)), layout_check(weights)
         layers = layers_of(module, found.recording)
@@ -232,7 +232,8 @@ class Programs:
         )
 
 
-def _places(root: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
+def places_of(root: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
+    """Where a module holds the weights of these names."""
     found = []
     for name in names:
         path, _, last = name.rpartition(".")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
+from ...fuser.joint_recording import Joint
 from ...fuser.recording import Recording
 from ...library_internals import exchanges_tensors, peft_layers
 from ..runtime.forwards import hooked
@@ -82,7 +83,7 @@ def why_not(root: nn.Module, opaque: Sequence[nn.Module]) -> str | None:
     return None
 
 
-def unknown_constant(root: nn.Module, made: Recording) -> str | None:
+def unknown_constant(root: nn.Module, made: Recording | Joint) -> str | None:
     """Why a tensor that the forward reads may change unnoticed, or None."""
     aten = torch.ops.aten
     nodes = {n.name: n for n in made.graph.nodes}

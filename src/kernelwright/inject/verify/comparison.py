@@ -3,8 +3,8 @@
 The module's own forward runs first. If it drew random numbers or wrote to its inputs or to itself,
 it must not run twice: its result is returned, and the next call compares the fusion sites one by
 one, inside a single run. So does the first call of a module with hooks, with code of an unknown
-library, with a cache among its inputs, or with gradients to record. A comparison on zeros or NaN
-proves nothing: the module stays eager for that call, and is compared again later.
+library or with a cache among its inputs. A comparison on zeros or NaN proves nothing: the module
+stays eager for that call, and is compared again later.
 
 If a forward differs in `exact`, its fusion sites are tried one by one, and those that differ stay
 eager; if it still differs, or in another tier, the whole module stays eager. If memory is too short
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...backends.torch_internals import any_autocast, pytree
 from ..runtime import random_draws, work_ahead
@@ -58,16 +58,13 @@ class Comparison:
     notes: Counter[tuple[str, str]] = field(default_factory=Counter)
     off: dict[int, dict[str, str]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.records_gradients = _records_gradients(self.module, self.args, self.kwargs)
-
     def run(self) -> Any:
         """The result of the call; sets `verdict` if there is one."""
         findings = self.findings
         self.exact = findings.numerics == "exact"
         self.wanted = self.exact or findings.verify or type(self.module) not in findings.proven
         run_once = self.record.run_once or has_state(self.args, self.kwargs)
-        if run_once or not self.wanted or self.records_gradients:
+        if run_once or not self.wanted:
             return self._in_one_run()
         return self._side_by_side()
 
@@ -197,12 +194,3 @@ class Comparison:
         if fused and self.wanted:
             self.findings.proven.add(type(self.module))
         self.findings.add(self.module, self.args, self.kwargs, self.notes, off, self.found, problem)
-
-
-def _records_gradients(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether autograd records this call. It then runs once: activations of two runs may not fit in
-    memory, and a checkpointed block must save the same tensors when the backward reruns it."""
-    if not torch.is_grad_enabled():
-        return False
-    leaves = (*pytree.tree_leaves((args, kwargs)), *module.parameters())
-    return any(isinstance(t, Tensor) and t.requires_grad for t in leaves)

@@ -14,6 +14,8 @@ from ..runtime.input_key import in_words
 from ..runtime.sites import DIFFERS
 
 MAX_FINDINGS = 16384
+EAGER = "runs as without injection"
+NO_BACKWARD = f"{EAGER}: it has no fused backward"
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Findings:
     misfits: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
     # modules not compared yet because their values were zeros or NaN
     uninformative: WeakKeyDictionary[nn.Module, bool] = field(default_factory=WeakKeyDictionary)
+    # (class, how its modules run while gradients are recorded), and how many blocks do so
+    gradients: Counter[tuple[str, str]] = field(default_factory=Counter)
     # classes of which one module has been compared
     proven: set[type] = field(default_factory=set)
 

@@ -22,11 +22,12 @@ from ...backends.torch_internals import dispatch_modes, needs_torch_ops
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..runtime import model_run, work_ahead
+from ..runtime.gradients import gives_gradients, records_gradients
 from ..runtime.input_key import number_of, on_meta, signature
 from ..runtime.sites import Forward, mode
 from ..state.switches import switches
 from .comparison import Comparison
-from .findings import Evidence, Findings
+from .findings import NO_BACKWARD, Evidence, Findings
 from .running import run_eager, run_fused, run_nested
 from .verdicts import ModuleRecord, Verdict
 
@@ -44,6 +45,8 @@ class Checker(Findings):
     retired: bool = False
     # called with a module whose state has changed
     changed: Callable[[nn.Module], None] = lambda module: None
+    # runs a module of which autograd keeps a record: (module, its own forward, args, kwargs)
+    training: Callable[[nn.Module, Forward, Any, Any], Any] | None = None
     _records: WeakKeyDictionary[nn.Module, list[ModuleRecord]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -59,7 +62,11 @@ class Checker(Findings):
             return run_nested(module, fused, eager, args, kwargs)
         if needs_torch_ops():
             return run_eager(module, eager, args, kwargs)
+        if gives_gradients(args, kwargs):
+            return self._with_gradients(module, eager, args, kwargs)
         record = self._record(module, fused)
+        if records_gradients(record.parameters):
+            return self._with_gradients(module, eager, args, kwargs)
         if record.excluded and id(module) in record.excluded:
             self._report_once(module, record, args, kwargs)
             return eager(module, *args, **kwargs)
@@ -69,6 +76,14 @@ class Checker(Findings):
             return self._first_sight(module, record, key, fused, eager, args, kwargs)
         if verdict.fused:
             return run_fused(module, record, key, verdict.off, fused, args, kwargs)
+        return run_eager(module, eager, args, kwargs)
+
+    def _with_gradients(self, module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
+        """The result of a call of which autograd keeps a record. The new forward is not used: the
+        gradients of its kernels are not those of eager's chain of ops."""
+        if self.training is not None:
+            return self.training(module, eager, args, kwargs)
+        self.gradients[type(module).__name__, NO_BACKWARD] = 1
         return run_eager(module, eager, args, kwargs)
 
     def _key(self, module: nn.Module, fused: Any, args: Any, kwargs: Any) -> Any:
@@ -126,8 +141,7 @@ class Checker(Findings):
         # `get`: another thread may finish its own first sight, and remove the entry, at any moment
         count = record.uninformative[key] = record.uninformative.get(key, 0) + 1
         # values that proved nothing may go on doing so: compare at calls 1, 2, 4, 8, ... only
-        between = count & (count - 1)
-        if between and not comparison.records_gradients:
+        if count & (count - 1):
             return run_eager(module, eager, args, kwargs)
         result = comparison.run()
         if comparison.verdict is not None:

@@ -35,6 +35,7 @@ class ModuleRecord:
     unknown: bool  # whether some of its code is not what a recipe was written for
     excluded: dict[int, str]  # ids of modules in it that do not fit their recipe, and why
     adapted: set[int]  # ids of layers in it that are wrapped by an adapter
+    parameters: list[dict[str, Any]]  # of the modules in it, as they hold them
     checked: int = 0  # serial of the model's state in which this one was last found unchanged
     serial: int = field(default_factory=_numbers.__next__)
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class ModuleRecord:
             any(not forward.known for _, forward in ours),
             _mismatched(ours),
             base_layers(module),
+            [m._parameters for m in module.modules() if m._parameters],
         )
 
 

@@ -1,0 +1,1 @@
+"""Blocks while gradients are recorded: forward and backward as programs, with eager's bits."""

@@ -1,0 +1,248 @@
+"""Forward and backward of a block as programs, and the node of autograd that runs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...fuser import planning
+from ...fuser.joint_recording import Call, Joint, differentiate
+from ...fuser.launching import Kernels
+from ...fuser.module_twin import twin_of
+from ...fuser.partition import Parted, part
+from ...fuser.planning import Plan
+from ...fuser.program import Program
+from ...fuser.recording import Path, Recording
+from ...fuser.running import Executable
+from ..reuse.program_sites import ProgramSites
+from ..runtime.sites import EMPTY, eagerly, mode, set_mode
+
+# class, shape, strides, dtype and device of the gradient of each result, None where it has none
+Layouts = tuple[Any, ...]
+
+
+def layouts_of(gradients: Sequence[Tensor | None]) -> Layouts:
+    return tuple(
+        None if g is None else (type(g), g.shape, g.stride(), g.dtype, g.device) for g in gradients
+    )
+
+
+class Half:
+    """The forward or the backward of a block, planned."""
+
+    def __init__(
+        self,
+        name: str,
+        recording: Recording,
+        device: torch.device | None,
+        fell_back: Counter[tuple[str, str]],
+    ) -> None:
+        kernels = Kernels(exact=True)
+        self.plan = planning.plan(recording, None if device is None else kernels.why_not)
+        programs = [step for step in self.plan.steps if isinstance(step, Program)]
+        values = self.plan.values
+        launched = {} if device is None else kernels.launched(programs, values, device)
+        self.sites = ProgramSites(name, programs, launched, fell_back)
+        self.programs = len(programs)
+        self.run = Executable(self.plan, self.sites, launchers=self.sites.launcher)
+
+    def with_results(self, known: dict[str, Any]) -> Executable:
+        """The same, with these results instead of calling the ops of these names."""
+        return _Told(self.plan, self.sites, known)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.plan.ops} ops in {self.programs} kernels"
+
+
+class _Told(Executable):
+    """Takes the results of some ops as they are given."""
+
+    def __init__(self, plan: Plan, sites: ProgramSites, known: dict[str, Any]) -> None:
+        self._known = known
+        super().__init__(plan, sites, launchers=sites.launcher)
+
+    def _leaf(self, node: fx.Node) -> Any:
+        step = super()._leaf(node)
+        if node.name in self._known:
+            (place,) = step.writes
+            value = self._known[node.name]
+            step.run = lambda values: values.__setitem__(place, value)
+        return step
+
+
+@dataclass(eq=False)
+class BlockPrograms:
+    """What the blocks of one structure run for inputs and gradients of one layout."""
+
+    kind: str
+    joint: Joint
+    parted: Parted
+    forward: Half
+    backward: Half
+    differentiable: tuple[int, ...]  # numbers of the results that have a gradient
+    layouts: Layouts  # of the gradients that the backward was recorded with
+
+    @staticmethod
+    def of(
+        kind: str,
+        joint: Joint,
+        differentiable: Sequence[int],
+        layouts: Layouts,
+        device: torch.device | None,
+        fell_back: Counter[tuple[str, str]],
+    ) -> BlockPrograms:
+        """Raises CannotIndex if the graph cannot be parted or planned."""
+        parted = part(joint)
+        forward = Half(f"{kind}'s forward", parted.forward, device, fell_back)
+        backward = Half(f"{kind}'s backward", parted.backward, device, fell_back)
+        return BlockPrograms(kind, joint, parted, forward, backward, tuple(differentiable), layouts)
+
+    @property
+    def ops(self) -> int:
+        return self.forward.plan.ops + self.backward.plan.ops
+
+    @property
+    def kernels(self) -> int:
+        return self.forward.programs + self.backward.programs
+
+    def run_forward(
+        self, inputs: Sequence[Tensor], run: Executable | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that it makes, and what it keeps for the backward beside its inputs."""
+        made = (run or self.forward.run)(inputs)
+        count = len(self.parted.results)
+        return made[:count], made[count:]
+
+    def run_backward(
+        self,
+        inputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        run: Executable | None = None,
+    ) -> list[Tensor]:
+        """The contributions to the gradients of the inputs."""
+        held = [inputs[i] for i in self.parted.given]
+        given = [g for g in gradients if g is not None]
+        return (run or self.backward.run)([*held, *kept, *given])
+
+
+@dataclass(eq=False)
+class BoundBlock:
+    """Programs with the places of one block's weights."""
+
+    programs: BlockPrograms
+    module: ref[nn.Module]
+    call: Call
+    places: list[tuple[dict[str, Any], str]]
+    paths: tuple[Path, ...]
+    # told of gradients that are not as those that the backward was recorded with
+    surprised: Callable[[Layouts], None]
+    off: dict[str, str] = field(default_factory=dict)  # programs that run PyTorch's ops, and why
+
+    def __str__(self) -> str:
+        programs = self.programs
+        text = f"forward {programs.forward.summary}, backward {programs.backward.summary}"
+        off = "; ".join(f"{name} {why}" for name, why in self.off.items())
+        return f"{text}; PyTorch's: {off}" if off else text
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        inputs = [holder[name] for holder, name in self.places]
+        for path in self.paths:
+            found: Any = (args, kwargs)
+            for step in path:
+                found = step(found)
+            inputs.append(found)
+        joint = self.programs.joint
+        # an input has a place for each contribution: autograd adds them in this order
+        slots = [inputs[i] for i in joint.contributions]
+        made = iter(_Node.apply(self, inputs, *slots))
+        results = [
+            inputs[joint.handed_on[i]] if i in joint.handed_on else next(made)
+            for i in range(joint.results)
+        ]
+        return joint.returns(results)
+
+    def by_autograd(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The contributions as autograd finds them: the block's own forward runs again."""
+        module = self.module()
+        if module is None:
+            raise RuntimeError(f"{self.programs.kind}: deleted before its backward ran")
+        with eagerly():
+            found = differentiate(twin_of(module), self.call, inputs, lambda _: gradients)
+        slots: dict[int, list[int]] = {}
+        for slot, number in enumerate(self.programs.joint.contributions):
+            slots.setdefault(number, []).append(slot)
+        contributions: list[Tensor | None] = [None] * len(self.programs.joint.contributions)
+        for number, value in found.contributions:
+            own = slots.get(number, [])
+            if len(own) > 1:
+                contributions[own.pop(0)] = value
+            elif own:
+                before = contributions[own[0]]
+                contributions[own[0]] = value if before is None else before + value
+        return contributions
+
+
+class _Node(torch.autograd.Function):
+    """A block in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, bound: BoundBlock, inputs: list[Tensor], *slots: Tensor) -> Any:
+        programs = bound.programs
+        with _mode_of(bound):
+            results, kept = programs.run_forward(inputs)
+        ctx.bound, ctx.given = bound, len(inputs)
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.set_materialize_grads(False)
+        fixed = [
+            t
+            for i, t in zip(programs.parted.results, results, strict=True)
+            if i not in programs.differentiable
+        ]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        bound: BoundBlock = ctx.bound
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True: {bound.programs.kind} runs as kernels that have no second "
+                f"derivative; call kernelwright.restore(model) first, or leave its blocks out with "
+                f"inject(..., skip={bound.programs.kind!r})"
+            )
+        saved = ctx.saved_tensors
+        inputs, kept = saved[: ctx.given], saved[ctx.given :]
+        whole: list[Tensor | None] = [None] * bound.programs.joint.results
+        for i, gradient in zip(bound.programs.parted.results, gradients, strict=True):
+            whole[i] = gradient
+        layouts = layouts_of(whole)
+        if layouts != bound.programs.layouts:
+            bound.surprised(layouts)
+            return (None, None, *bound.by_autograd(inputs, whole))
+        with _mode_of(bound):
+            return (None, None, *bound.programs.run_backward(inputs, kept, whole))
+
+
+def _mode_of(bound: BoundBlock) -> Any:
+    """Programs run as they were compared. A backward may run in a thread of its own."""
+    if mode.off is EMPTY and not bound.off and mode.notes is None:
+        return _as_it_is
+    return set_mode(off=bound.off or EMPTY, notes=None, comparing=False)
+
+
+class _AsItIs:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+_as_it_is = _AsItIs()

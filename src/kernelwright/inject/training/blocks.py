@@ -1,0 +1,224 @@
+"""Which blocks run as programs while gradients are recorded.
+
+A block is compared with autograd once for each state, layout of its inputs and set of wanted
+gradients: its own forward and backward run beside the programs, on its own numbers and random
+gradients (random numbers too where its own are zeros, such as a new LoRA: zeros would prove
+nothing). Results and gradients must have the same bits; otherwise the block runs as without
+injection, and the report says why.
+
+The layout of the gradients that a backward is given is not known before. It is taken to be that of
+the results; where that was wrong, autograd finds the gradients of that call, and the next forward
+is prepared for those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...backends.torch_internals import any_autocast, dispatch_modes, saves_through_hooks
+from ...fuser.index import CannotIndex
+from ...fuser.joint_recording import Call, record_joint
+from ...fuser.module_twin import twin_of
+from ...fuser.recording import CannotRecord, paths_of
+from ..graphs.capture import capturing
+from ..graphs.host_reads import reading
+from ..identify.structure import structure_of
+from ..reuse.programs import MAX_RECORDINGS, places_of
+from ..reuse.recordable import little_to_gain, signature, unknown_constant, waits, why_not
+from ..runtime import model_run
+from ..runtime.input_key import has_state, number_of, on_meta
+from ..runtime.sites import Forward, eagerly
+from ..state.module_state import State
+from ..state.switches import switches
+from ..verify.findings import EAGER, NO_BACKWARD, Findings
+from ..verify.running import run_eager
+from .block_programs import BlockPrograms, BoundBlock, Layouts, layouts_of
+from .trial import Trial
+
+# gradients of another layout than expected, after which a block runs as without injection
+MAX_SURPRISES = 4
+
+
+@dataclass(eq=False)
+class _Seen:
+    """One block at one signature."""
+
+    layouts: Layouts | None = None  # expected of the gradients; None: as of the results
+    surprises: int = 0
+    bound: dict[Layouts | None, BoundBlock | str] = field(default_factory=dict)
+
+    def surprised(self, fixed: bool, layouts: Layouts) -> None:
+        """Expect these layouts from now on, unless the forward has to stay as it is."""
+        self.surprises += 1
+        if not fixed:
+            self.layouts = layouts
+
+
+@dataclass(eq=False)
+class _Block:
+    """One block in one state."""
+
+    state: State
+    parameters: list[dict[str, Any]]  # of the modules in it, as they hold them
+    serial: int = 0  # of the state of the model in which it was last found unchanged
+    seen: dict[Any, _Seen] = field(default_factory=dict)
+
+    @staticmethod
+    def of(module: nn.Module) -> _Block:
+        return _Block(State(module), [m._parameters for m in module.modules() if m._parameters])
+
+
+@dataclass(eq=False)
+class Training:
+    """How the blocks of one injection run while gradients are recorded."""
+
+    findings: Findings
+    fell_back: Counter[tuple[str, str]]
+    kinds: tuple[type[nn.Module], ...] = ()  # classes of blocks
+    _known: WeakKeyDictionary[nn.Module, _Block] = field(default_factory=WeakKeyDictionary)
+    _shared: dict[Any, BlockPrograms | str] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
+        """The result of a call of which autograd keeps a record."""
+        if why := self._why_not_now(module, args, kwargs):
+            self.findings.gradients[type(module).__name__, why] = 1
+            return run_eager(module, eager, args, kwargs)
+        seen = self._seen(module, args, kwargs)
+        found = seen.bound.get(seen.layouts)
+        if found is None and (capturing() or reading()):
+            return run_eager(module, eager, args, kwargs)  # a comparison is no part of a graph
+        if found is None:
+            found = seen.bound[seen.layouts] = self._bind(module, args, kwargs, seen)
+            self.findings.gradients[type(module).__name__, str(found)] += 1
+        if isinstance(found, str):
+            return run_eager(module, eager, args, kwargs)
+        if seen.surprises > MAX_SURPRISES:
+            why = f"{EAGER}: gradients of another layout at every step"
+            self.findings.gradients[type(module).__name__, why] = 1
+            return run_eager(module, eager, args, kwargs)
+        return found(args, kwargs)
+
+    def _why_not_now(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
+        if not isinstance(module, self.kinds):
+            return NO_BACKWARD
+        if any_autocast():
+            return f"{EAGER}: autocast"
+        if on_meta(args, kwargs) or dispatch_modes():
+            return f"{EAGER}: no values, or something that sees every operation"
+        return None
+
+    def _seen(self, module: nn.Module, args: Any, kwargs: Any) -> _Seen:
+        known, serial = self._known.get(module), model_run.state_of(module)
+        # the state of a model leaves out what adapters read
+        unchanged = serial and not model_run.active.adapted
+        if known is None or not (
+            (unchanged and serial == known.serial) or known.state.holds(module)
+        ):
+            known = self._known[module] = _Block.of(module)
+        known.serial = serial
+        outside = model_run.active.switches
+        if outside is None:
+            outside = number_of(switches(model_run.device_type(args, kwargs)))
+        key = (
+            signature(args, kwargs),
+            wanted_of((args, kwargs)),
+            [p is not None and p.requires_grad for d in known.parameters for p in d.values()],
+            outside,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        number = number_of((*key[:2], tuple(key[2]), *key[3:]))
+        found = known.seen.get(number)
+        if found is None:
+            if len(known.seen) >= MAX_RECORDINGS:
+                known.seen.clear()
+            found = known.seen[number] = _Seen()
+        return found
+
+    def _bind(self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen) -> BoundBlock | str:
+        """Programs that were compared for this block, or why it has none."""
+        why = why_not(module, ())
+        if why is None and has_state(args, kwargs):
+            why = "an input that it may write to"
+        if why is None and waits(module):
+            why = "it waits for other processes"
+        if why is not None:
+            return f"{EAGER}: {why}"
+        # where autograd saves through hooks, such as those of checkpointing, a forward may run
+        # again later, and has to save then what it saved first
+        fixed = saves_through_hooks()
+        try:
+            with eagerly(), saved_tensors_hooks(_as_it_is, _as_it_is):
+                return self._compared(module, args, kwargs, seen, fixed)
+        except (CannotRecord, CannotIndex) as no:
+            return f"{EAGER}: {no}"
+        except torch.OutOfMemoryError:
+            return f"{EAGER}: not enough memory to compare"
+
+    def _compared(
+        self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen, fixed: bool
+    ) -> BoundBlock | str:
+        twin = twin_of(module)
+        call, tensors = Call.of(twin, args, kwargs)
+        for t in tensors:
+            if type(t) not in (Tensor, nn.Parameter, nn.Buffer):
+                raise CannotRecord(f"a tensor of the class {type(t).__name__}")
+        key = (
+            structure_of(module),
+            signature(args, kwargs),
+            tuple(call.wanted),
+            number_of(switches(model_run.device_type(args, kwargs))),
+            torch.are_deterministic_algorithms_enabled(),
+            seen.layouts,
+        )
+        shared = self._shared.get(key)
+        if isinstance(shared, str):
+            return shared
+        trial = Trial.of(twin, call, tensors, seen.layouts, rehearsed=shared is not None)
+        if not trial.expected.contributions:
+            return f"{EAGER}: nothing in it has a gradient"
+        if shared is None:
+            joint = record_joint(twin, call, trial.values, trial.gradients)
+            if why := unknown_constant(module, joint):
+                raise CannotRecord(why)
+            device = next((t.device for t in trial.values if t.is_cuda), None)
+            shared = BlockPrograms.of(
+                type(module).__name__,
+                joint,
+                trial.differentiable,
+                layouts_of(trial.gradients),
+                device,
+                self.fell_back,
+            )
+            few = little_to_gain(shared.ops, shared.kernels)
+            if not joint.constants:
+                if len(self._shared) >= MAX_RECORDINGS:
+                    self._shared.clear()
+                self._shared[key] = f"{EAGER}: {few}" if few else shared
+            if few:
+                return f"{EAGER}: {few}"
+        places, paths = places_of(module, call.names), paths_of((args, kwargs))
+        surprised = partial(seen.surprised, fixed)
+        bound = BoundBlock(shared, ref(module), call, places, paths, surprised)
+        problem = trial.problem(bound)
+        return bound if problem is None else f"{EAGER}: {problem}"
+
+
+def wanted_of(value: Any) -> Any:
+    """Of which of the tensors in some arguments a gradient is wanted."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return tuple(map(wanted_of, value))
+    return tuple(map(wanted_of, value.values())) if isinstance(value, dict) else None
+
+
+def _as_it_is(t: Tensor) -> Tensor:
+    return t

@@ -1,0 +1,172 @@
+"""One comparison of a block's programs with autograd, on numbers that prove something."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...fuser.joint_recording import (
+    Call,
+    Differentiated,
+    Joint,
+    differentiate,
+    rehearse_forward,
+)
+from ...fuser.recording import copied
+from ...fuser.views import packet
+from ..runtime.sites import DIFFERS, equal, informative, set_mode
+from .block_programs import BoundBlock, Layouts
+
+
+@dataclass
+class Trial:
+    """A block's own forward and backward, and what they gave."""
+
+    module: nn.Module  # a twin of the block
+    call: Call
+    values: list[Tensor]  # its weights and inputs
+    gradients: list[Tensor | None]  # of its results
+    differentiable: list[int]  # the numbers of the results that have a gradient
+    expected: Differentiated
+
+    @staticmethod
+    def of(
+        twin: nn.Module,
+        call: Call,
+        tensors: Sequence[Tensor],
+        layouts: Layouts | None,
+        rehearsed: bool,
+    ) -> Trial:
+        """Run a block as autograd does it, with gradients of these layouts. Zeros and NaN among its
+        tensors become random numbers. Raises CannotRecord before anything runs that must not run
+        twice, unless that was `rehearsed` with a block of the same structure."""
+        count = len(call.names)
+        # inputs are copied: a forward that turns out to write to them must not do so twice
+        values = [t.detach() if i < count else copied(t.detach()) for i, t in enumerate(tensors)]
+        if not rehearsed:
+            rehearse_forward(twin, call, values)
+        draw = _Numbers()
+        values = list(map(draw.instead_of_zeros, values))
+        gradients: list[Tensor | None] = []
+        differentiable: list[int] = []
+
+        def drawn(results: Sequence[Tensor]) -> list[Tensor | None]:
+            differentiable[:] = [i for i, r in enumerate(results) if r.grad_fn is not None]
+            wanted = layouts or [r if r.grad_fn is not None else None for r in results]
+            gradients[:] = map(draw.gradient, wanted)
+            return gradients
+
+        expected = differentiate(twin, call, values, drawn)
+        return Trial(twin, call, values, gradients, differentiable, expected)
+
+    def problem(self, bound: BoundBlock) -> str | None:
+        """Why the programs are not used, or None. Those that alone differ are set off."""
+        if self._same(bound, self.expected):
+            return None
+        again = differentiate(self.module, self.call, self.values, lambda _: self.gradients)
+        expected, known = self.expected, dict[str, Any]()
+        if not _equal(again, expected):
+            # an op that does not repeat itself, which is held fast
+            expected, known = self._by_ops(bound.programs.joint)
+            if self._same(bound, expected, known):
+                return None
+        off: dict[str, str] = {}
+        with set_mode(off=off, notes=Counter(), comparing=True, eager=False):
+            self._run(bound, known)
+        with set_mode(off=off, eager=False):
+            same = bool(off) and self._same(bound, expected, known)
+        if not same:
+            return f"a gradient {DIFFERS}"
+        bound.off = off
+        return None
+
+    def _same(
+        self, bound: BoundBlock, expected: Differentiated, known: dict[str, Any] | None = None
+    ) -> bool:
+        return _equal(self._run(bound, known or {}), expected)
+
+    def _run(self, bound: BoundBlock, known: dict[str, Any]) -> Differentiated:
+        programs = bound.programs
+        joint = programs.joint
+        forward = programs.forward.with_results(known) if known else None
+        backward = programs.backward.with_results(known) if known else None
+        with torch.no_grad():
+            made, kept = programs.run_forward(self.values, forward)
+            found = programs.run_backward(self.values, kept, self.gradients, backward)
+        results = dict(zip(programs.parted.results, made, strict=True))
+        results |= {i: self.values[n] for i, n in joint.handed_on.items()}
+        return Differentiated(
+            [results[i] for i in range(joint.results)],
+            joint.returns,
+            joint.handed_on,
+            list(zip(joint.contributions, found, strict=True)),
+        )
+
+    def _by_ops(self, joint: Joint) -> tuple[Differentiated, dict[str, Any]]:
+        """What the ops give that autograd runs, and the results of attention among them."""
+        run = _Noting(joint)
+        with torch.no_grad():
+            made = run.run(*self.values, *(g for g in self.gradients if g is not None))
+        results, found = made[: joint.results], made[joint.results :]
+        contributions = list(zip(joint.contributions, found, strict=True))
+        return Differentiated(results, joint.returns, joint.handed_on, contributions), run.known
+
+
+def _equal(a: Differentiated, b: Differentiated) -> bool:
+    """Whether results and contributions have the same bits, in the same order."""
+    ours, theirs = ([n for n, _ in d.contributions] for d in (a, b))
+    if ours != theirs or not equal(a.outputs, b.outputs):
+        return False
+    return equal([t for _, t in a.contributions], [t for _, t in b.contributions])
+
+
+class _Noting(fx.Interpreter):
+    """Runs a graph op by op, and keeps the results of attention."""
+
+    def __init__(self, joint: Joint) -> None:
+        nodes = joint.graph.find_nodes(op="get_attr")
+        root = {n.target: joint.constants[n.name] for n in nodes}
+        super().__init__(fx.GraphModule(root, joint.graph))
+        self.known: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if "attention" in str(packet(n)):
+            self.known[n.name] = result
+        return result
+
+
+class _Numbers:
+    """Random numbers of generators of their own: nobody else's draws are affected."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def instead_of_zeros(self, t: Tensor) -> Tensor:
+        if not t.is_floating_point() or informative(t):
+            return t
+        return self._like(t.shape, t.stride(), t.dtype, t.device)
+
+    def gradient(self, like: Any) -> Tensor | None:
+        """A gradient for a result, or of a layout."""
+        if like is None:
+            return None
+        if isinstance(like, Tensor):
+            like = torch.empty_like(like)
+            return self._like(like.shape, like.stride(), like.dtype, like.device)
+        _, shape, strides, dtype, device = like
+        return self._like(shape, strides, dtype, device)
+
+    def _like(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        own = [1 if s == 0 else n for n, s in zip(shape, strides, strict=True)]
+        made = torch.empty_strided(own, strides, dtype=dtype, device=device)
+        return made.normal_(generator=self._generators[device]).expand(shape)

@@ -1,0 +1,84 @@
+"""What the first call of a block under autograd finds out: programs that differ from eager run as
+PyTorch's ops, and attention that does not repeat itself keeps nothing else from being compared."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernelwright as kw
+from inject.trained import Attention, data, differing, gradients, model, twice
+from kernelwright.inject.reuse.program_sites import ProgramSites
+from kernelwright.inject.training.block_programs import BlockPrograms
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_program_that_differs_runs_as_ops(monkeypatch, half):
+    wrong, usual = f"program 2 of Block's {half}", ProgramSites._kernel
+
+    def kernel(self, program, given, outputs):
+        usual(self, program, given, outputs)
+        if self.names[id(program)] == wrong:
+            for result in outputs.values():
+                result.mul_(1.01)
+
+    monkeypatch.setattr(ProgramSites, "_kernel", kernel)
+    eager, ours = twice(model())
+    report = kw.inject(ours)
+    for _ in range(2):
+        assert differing(gradients(ours, data()), gradients(eager, data())) == []
+    assert any(f"{wrong} differs from eager's" in line for line in report.gradients)
+
+
+def test_a_backward_that_differs_in_every_way_is_not_used(monkeypatch):
+    usual = BlockPrograms.run_backward
+
+    def backward(self, *given):
+        return [t * 1.01 for t in usual(self, *given)]
+
+    monkeypatch.setattr(BlockPrograms, "run_backward", backward)
+    eager, ours = twice(model())
+    report = kw.inject(ours)
+    for _ in range(2):
+        assert differing(gradients(ours, data()), gradients(eager, data())) == []
+    assert any("a gradient differs from eager's" in line for line in report.gradients)
+
+
+calls = [0]
+
+
+@torch.library.custom_op("training_test::attention", mutates_args=())
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@torch.library.custom_op("training_test::attention_backward", mutates_args=())
+def attention_backward(g: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Sums in another order each time, as far as anybody can tell."""
+    calls[0] += 1
+    return g.mean(2, keepdim=True).expand(v.shape) + calls[0] * 1e-3
+
+
+attention.register_fake(lambda q, k, v: torch.empty_like(q))
+attention_backward.register_fake(lambda g, v: torch.empty_like(v))
+attention.register_autograd(
+    lambda ctx, g: (None, None, attention_backward(g, *ctx.saved_tensors)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[2]),
+)
+
+
+def test_attention_that_does_not_repeat_itself(monkeypatch):
+    def forward(self, x, text):
+        heads = [
+            layer(t).unflatten(-1, (2, -1)).transpose(1, 2).contiguous()
+            for layer, t in ((self.q, x), (self.k, text), (self.v, text))
+        ]
+        return self.o(attention(*heads).transpose(1, 2).flatten(2))
+
+    monkeypatch.setattr(Attention, "forward", forward)
+    ours = model()
+    report = kw.inject(ours)
+    first, second = gradients(ours, data()), gradients(ours, data())
+    assert differing(first, second) != []
+    lines = [line for line in report.gradients if line.startswith("Block")]
+    assert lines
+    assert all("recorded: forward" in line for line in lines)
