@@ -280,12 +280,12 @@ def test_all_presets_in_one_table(monkeypatch, tmp_path):
     out = tmp_path / "all.json"
     done = invoke("--all", "--layers", "1", *TINY, "--out", str(out))
     assert done.exit_code == 1
-    configs = ["eager", "compile", "exact+graphs", "fused+graphs", "fp8+graphs"]
+    configs = ["eager", "compile", "compile+graphs", "exact+graphs", "fused+graphs", "fp8+graphs"]
     assert asked == [(c, n) for c in ("LlamaForCausalLM", "DiTTransformer2DModel") for n in configs]
     rows = json.loads(out.read_text())["rows"]
     assert [row["config"] for row in rows] == configs * 3
     assert {row["sizes"]["layers"] for row in rows} == {1}
-    assert {row["failed"] for row in rows[5:10]} == {"the model: OutOfMemoryError: too large"}
+    assert {row["failed"] for row in rows[6:12]} == {"the model: OutOfMemoryError: too large"}
     assert f"mochi {', '.join(configs)}: the model: OutOfMemoryError: too large" in done.output
     assert "leave their names out" in invoke("--all", "mochi").output
 

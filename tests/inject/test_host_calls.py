@@ -10,6 +10,7 @@ import torch
 
 import kernelwright as kw
 from kernelwright import models
+from kernelwright.fuser import joint_recording
 from kernelwright.inject.reuse import program_sites
 
 pytest.importorskip("diffusers")
@@ -31,12 +32,16 @@ def count(function):
     return found
 
 
+def of_blocks(number):
+    made = models.build("ltx-video", tiny=True, dtype=torch.float32)
+    config = {k: v for k, v in made.config.items() if not k.startswith("_")}
+    return type(made)(**{**config, "num_layers": number}).eval()
+
+
 @torch.no_grad()
 def calls(blocks, monkeypatch, **how):
     """The calls of a forward of LTX-Video with this many blocks, after first sight."""
-    made = models.build("ltx-video", tiny=True, dtype=torch.float32)
-    config = {k: v for k, v in made.config.items() if not k.startswith("_")}
-    model = type(made)(**{**config, "num_layers": blocks}).eval()
+    model = of_blocks(blocks)
     inputs = models.inputs("ltx-video", tiny=True, dtype=torch.float32)
     kw.inject(model, **how)
     for _ in range(4):
@@ -57,3 +62,25 @@ def test_an_injected_block_makes_few_calls(how, per_block, around, monkeypatch):
     block = (many - few) / 4
     assert block <= per_block
     assert few - 2 * block <= around
+
+
+def test_a_block_that_trains_as_without_injection_costs_no_checks(monkeypatch):
+    """With adapters, to look whether a block has changed takes as many calls as its forward."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(joint_recording, "_why_not", lambda node: "no programs in this test")
+    inputs = models.inputs("ltx-video", tiny=True, dtype=torch.float32)
+    layers = ["to_q", "to_k", "to_v", "to_out.0"]
+
+    def calls_of_a_step(blocks, injected):
+        model = of_blocks(blocks).requires_grad_(False)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=layers))
+        report = kw.inject(model) if injected else None
+        for _ in range(3):
+            model(**inputs)[0].square().mean().backward()
+        made = count(lambda: model(**inputs)[0].square().mean().backward())
+        if report is not None:
+            assert any("no programs in this test" in line for line in report.gradients)
+        return made
+
+    eager, ours = (calls_of_a_step(6, way) - calls_of_a_step(2, way) for way in (False, True))
+    assert ours <= 1.3 * eager

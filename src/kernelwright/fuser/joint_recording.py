@@ -23,13 +23,14 @@ from .views import aten, packet
 
 # attention draws random numbers for dropout, of which there is none where its probability is zero
 ATTENTIONS = frozenset(
-    getattr(aten, name)
+    getattr(aten, f"_scaled_dot_product_{name}{backward}")
     for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
     )
+    for backward in ("", "_backward")
 )
 
 

@@ -215,12 +215,16 @@ class _Contents:
 
     def __init__(self, container: Any) -> None:
         self._plain = _plain_items(container)
-        # if all are plain, they are compared by identity first; others must not be kept alive
-        self._held = _parts(container) if len(self._plain) == len(container) else None
+        # if all are plain, they are compared in one go first; others must not be kept alive. A
+        # layer of peft has a dozen dicts
+        base = next(b for b in (*CONTAINERS, tuple) if isinstance(container, b))
+        self._copy = base(container) if len(self._plain) == len(container) else None
+        self._keys = list(container) if base is dict else None
 
     def hold(self, container: Any) -> bool:
-        same = self._held is not None and _same(_parts(container), self._held)
-        return same or _plain_items(container) == self._plain
+        if container == self._copy and (self._keys is None or list(container) == self._keys):
+            return True
+        return _plain_items(container) == self._plain
 
 
 def _values(dicts: Iterable[dict]) -> list[Any]:
@@ -242,11 +246,6 @@ def is_plain_value(value: Any) -> bool:
     if isinstance(value, PLAIN) or type(value) in (FunctionType, BuiltinFunctionType):
         return True
     return type(value) is tuple and all(map(is_plain_value, value))
-
-
-def _parts(container: Any) -> list[Any]:
-    """What a container holds; of a dict, keys and values."""
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
 def _plain_items(container: Any) -> list[Any]:

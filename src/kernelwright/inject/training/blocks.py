@@ -45,6 +45,9 @@ from .trial import Trial
 
 # gradients of another layout than expected, after which a block runs as without injection
 MAX_SURPRISES = 4
+# calls for which a block without programs is left alone: looking whether it has changed takes the
+# host as long as its own forward
+LEFT_ALONE = 64
 
 
 @dataclass(eq=False)
@@ -69,6 +72,7 @@ class _Block:
     state: State
     parameters: list[dict[str, Any]]  # of the modules in it, as they hold them
     serial: int = 0  # of the state of the model in which it was last found unchanged
+    left_alone: int = 0  # for how many more calls
     seen: dict[Any, _Seen] = field(default_factory=dict)
 
     @staticmethod
@@ -91,6 +95,10 @@ class Training:
         if why := self._why_not_now(module, args, kwargs):
             self.findings.gradients[type(module).__name__, why] = 1
             return run_eager(module, eager, args, kwargs)
+        known = self._known.get(module)
+        if known is not None and known.left_alone > 0:
+            known.left_alone -= 1
+            return run_eager(module, eager, args, kwargs)
         seen = self._seen(module, args, kwargs)
         found = seen.bound.get(seen.layouts)
         if found is None and (capturing() or reading()):
@@ -99,6 +107,7 @@ class Training:
             found = seen.bound[seen.layouts] = self._bind(module, args, kwargs, seen)
             self.findings.gradients[type(module).__name__, str(found)] += 1
         if isinstance(found, str):
+            self._known[module].left_alone = LEFT_ALONE
             return run_eager(module, eager, args, kwargs)
         if seen.surprises > MAX_SURPRISES:
             why = f"{EAGER}: gradients of another layout at every step"
@@ -185,7 +194,11 @@ class Training:
         if not trial.expected.contributions:
             return f"{EAGER}: nothing in it has a gradient"
         if shared is None:
-            joint = record_joint(twin, call, trial.values, trial.gradients)
+            try:
+                joint = record_joint(twin, call, trial.values, trial.gradients)
+            except CannotRecord as no:
+                self._shared[key] = f"{EAGER}: {no}"  # for all blocks of its structure
+                raise
             if why := unknown_constant(module, joint):
                 raise CannotRecord(why)
             device = next((t.device for t in trial.values if t.is_cuda), None)
