@@ -38,6 +38,17 @@ def test_tables_stand_between_the_markers_that_are_there(tmp_path):
     assert path.read_text() == text
 
 
+def test_a_model_measured_at_two_depths_is_shown_by_the_run_with_more_configurations(tmp_path):
+    folder = tmp_path / "results" / "h200" / "few-layers"
+    deep = [row | {"sizes": {"tokens": 64, "layers": 6}} for row in MODELS[:2]]
+    flat = [row | {"sizes": {"tokens": 64, "layers": 3}} for row in MODELS]
+    write_results(folder, "models", *deep, *flat)
+    path = readme(tmp_path, "few-layers")
+    readme_tables.update(path, tmp_path / "results")
+    assert "64 tokens 3 layers" in path.read_text()
+    assert "6 layers" not in path.read_text()
+
+
 def test_videos_have_a_table_too(tmp_path):
     write_results(tmp_path / "results" / "h200" / "videos", "video", *VIDEOS)
     path = readme(tmp_path, "videos")

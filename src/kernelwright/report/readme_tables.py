@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import catalog
@@ -46,13 +46,13 @@ def models(folder: Path) -> str:
     """One line a model: milliseconds of one forward, and how much faster than eager."""
     files = read([folder])
     (device,) = devices(files)
-    shown = [c for c in SHOWN if any(model.row(c) for model in device.models)]
+    found = _one_depth(device.models)
+    shown = [c for c in SHOWN if any(model.row(c) for model in found)]
     lines = [
         f"| one forward, ms | eager | {' | '.join(SHOWN[c] for c in shown)} |",
         f"|---|---|{'---|' * len(shown)}",
     ]
-    models = sorted(device.models, key=_graphs_gain, reverse=True)
-    lines += [_model(model, shown) for model in models]
+    lines += [_model(model, shown) for model in sorted(found, key=_graphs_gain, reverse=True)]
     return "\n".join([*lines, "", f"{_about(files, RANDOM)}; = means `torch.equal` to eager."])
 
 
@@ -66,6 +66,18 @@ def _model(model: Model, shown: Sequence[str]) -> str:
     workload = model.rows[0].workload
     title = " ".join(word for word in (f"`{workload.model}`", workload.size) if word)
     return f"| {title} | {' | '.join(cells)} |"
+
+
+def _one_depth(models: Sequence[Model]) -> list[Model]:
+    """Of a model measured at several depths, the run with the most configurations."""
+    best: dict[str, Model] = {}
+    for model in models:
+        workload = model.rows[0].workload
+        sizes = tuple(item for item in workload.sizes if item[0] != "layers")
+        title = replace(workload, sizes=sizes).title
+        if title not in best or len(model.rows) > len(best[title].rows):
+            best[title] = model
+    return list(best.values())
 
 
 def _graphs_gain(model: Model) -> float:
