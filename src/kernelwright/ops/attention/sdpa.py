@@ -30,11 +30,8 @@ def default(
         return math(query, key, value, mask, scale, causal)
     if mask is not None and mask.ndim == 1:
         mask = mask[None]
-    grouped = False
-    if key.shape[1] != query.shape[1]:  # a plain bool, also when shapes are symbols
-        grouped = True
     return F.scaled_dot_product_attention(
-        query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped
+        query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=_grouped(query, key)
     )
 
 
@@ -49,9 +46,18 @@ def math(
     """The whole score matrix in memory; any shape, any device."""
     if causal and mask is not None:
         mask, causal = with_causal(mask, query, key), False
+    # PyTorch divides by the number of key heads if groups are on: no heads would end the process
+    grouped = _grouped(query, key)
     return aten._scaled_dot_product_attention_math.default(
-        query, key, value, additive(mask, query), 0.0, causal, None, scale=scale, enable_gqa=True
+        query, key, value, additive(mask, query), 0.0, causal, None, scale=scale, enable_gqa=grouped
     )[0]
+
+
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    grouped = False
+    if key.shape[1] != query.shape[1]:  # a plain bool, also when shapes are symbols
+        grouped = True
+    return grouped
 
 
 def cudnn(
