@@ -14,6 +14,7 @@ from fuser.blocks import Block, Small, drawn
 from kernelwright.fuser import planning
 from kernelwright.fuser.recording import CannotRecord, record
 from kernelwright.fuser.running import Executable
+from kernelwright.ops import library
 
 
 def inputs(tokens=5):
@@ -44,6 +45,13 @@ def test_an_input_that_is_written_to_is_found_and_left_as_it_was(how):
     with pytest.raises(CannotRecord, match="it writes to its inputs"):
         record(Small(forward), (x,), {})
     assert torch.equal(x, before)
+
+
+def test_ops_that_are_other_objects_than_were_defined_are_refused(monkeypatch):
+    """A layer that is not known as one would be taken for something that all blocks share."""
+    monkeypatch.setattr(library, "_defined", set())
+    with pytest.raises(CannotRecord, match=r"torch\.ops was cleared"):
+        record(Block(), block_inputs(), {})
 
 
 class Total(nn.Module):

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..backends.torch_internals import functional, one_fake_mode, pytree
+from ..ops import library
 from .recording import COLLECTIVES, CannotRecord, one_at_a_time, weights_of
 from .views import aten, packet
 
@@ -258,6 +259,8 @@ def _why_not(node: fx.Node) -> str | None:
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         return f"it writes to a tensor ({kind})"
+    if library.is_another_object(node.target):
+        return f"torch.ops was cleared ({node.target})"
     return None
 
 

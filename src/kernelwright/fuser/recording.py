@@ -376,6 +376,8 @@ def record(
             raise CannotRecord(f"it exchanges tensors with other processes ({node.target})")
         if _writes_to_input(node):
             raise CannotRecord("it writes to its inputs")
+        if library.is_another_object(node.target):
+            raise CannotRecord(f"torch.ops was cleared ({node.target})")
     graph.eliminate_dead_code()
     paths = paths_of((args, kwargs))
     return Recording(graph, tuple(weights), paths, returned[0], constants, results, parallel)

@@ -19,6 +19,7 @@ from .selection import current
 # the name of the package: a Hub package is a copy of this folder under a name of its own
 NAMESPACE = __name__.partition(".")[0]
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_defined: set[Any] = set()
 # every op also takes the eager chain to reproduce and the backend, so that a graph keeps both; with
 # an empty backend it asks for the surrounding `use_backend` each time it runs
 _HOW = 'str exact="", str backend=""'
@@ -37,7 +38,15 @@ def define(
     _library.define(name + schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    found = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _defined.add(found)
+    return found
+
+
+def is_another_object(op: Any) -> bool:
+    """Whether this is an op of ours, but not the object that was defined. Code that clears
+    `torch.ops` leaves PyTorch to make new ones, and graphs that hold those are not understood."""
+    return getattr(op, "namespace", None) == NAMESPACE and op not in _defined
 
 
 def define_unrecorded(

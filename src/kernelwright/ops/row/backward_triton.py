@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @triton.jit
 def mean(b, N: tl.constexpr):
-    """The mean of each row. The division is rounded correctly: rows of one value have no deviation,
-    and the usual one leaves some."""
-    b_sum = tl.sum(b, 1)
-    return tl.div_rn(b_sum, tl.zeros_like(b_sum) + N)
+    """The mean of each row. Rows of one value must have no deviation, and the usual division leaves
+    some; one in float32 that rounds correctly takes registers that wide rows do not have."""
+    b_sum = tl.sum(b, 1).to(tl.float64)
+    return (b_sum * tl.full(b_sum.shape, 1.0 / N, tl.float64)).to(tl.float32)
 
 
 @triton.jit
