@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import compatibility_table
 import figures
 import goals
 import programs_table
@@ -32,6 +33,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "splits": goals.splits,
     "hub-calls": figures.hub_calls,
     "programs": programs_table.programs,
+    "compatibility": compatibility_table.compatibility,
 }
 
 
