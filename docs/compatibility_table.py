@@ -134,6 +134,21 @@ def compatibility(results: Path) -> str:
     return "\n".join(pieces).rstrip()
 
 
+def in_short(results: Path) -> str:
+    """One line a subject, for README.md."""
+    found = {mark.feature for mark in shown()}
+    loose = {mark.feature for mark in shown() if not mark.bits}
+    lines = [
+        "| | works, bit-identical | works, within rounding | not tested |",
+        "|---|---|---|---|",
+    ]
+    for subject, features in FEATURES.items():
+        groups = (found - loose, loose, features.keys() - found)
+        cells = [", ".join(f for f in features if f in group) or "–" for group in groups]
+        lines.append(f"| {subject} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _line(feature: str, remark: str, marks: list[Shown]) -> str:
     if not marks:
         return f"| {feature} | {NOT_TESTED} | – | – | {remark} |"
