@@ -41,34 +41,34 @@ FEATURES: dict[str, dict[str, str]] = {
         "cache-dit": "as above",
     },
     "Quantised weights": {
-        "bitsandbytes, 4 bits": "its layers run as they are; norms, RoPE and gates are fused",
-        "bitsandbytes, 8 bits": "as above",
+        "bitsandbytes 4-bit": "its layers run as they are; norms, RoPE and gates are fused",
+        "bitsandbytes 8-bit": "as above",
         "torchao": "as above; weight-only int8",
         "quanto": "as above; int8 weights",
         "GGUF": "",
     },
     "Compilers": {
-        "torch.compile, whole model": "Inductor rounds where it chooses",
-        "torch.compile, by block": "`compile_repeated_blocks`; PixArt and DiT lost bits on an H200",
-        "torch.compile, backend kernelwright": "",
+        "torch.compile of the whole model": "Inductor rounds where it chooses",
+        "torch.compile by block": "`compile_repeated_blocks`; PixArt and DiT lost bits on an H200",
+        "the torch.compile backend of kernelwright": "",
     },
-    "Several GPUs": {
-        "context parallelism, Ulysses": "",
-        "context parallelism, ring": "",
+    "Several processes": {
+        "Ulysses context parallelism": "",
+        "ring context parallelism": "",
         "FSDP2": "",
         "DDP": "",
         "tensor parallelism": "",
     },
     "Training": {
-        "training": "loss and gradients, where eager repeats itself (deterministic algorithms)",
+        "training of all weights": "loss and gradients, where eager repeats itself",
         "training of LoRA": "",
         "training of DoRA": "",
         "gradient checkpointing": "",
         "autocast": "blocks that train run as without injection",
     },
     "Language models": {
-        "generate, dynamic cache": "no CUDA graphs",
-        "generate, static cache": "replayed with `graphs=True`",
+        "generate with a dynamic cache": "no CUDA graphs",
+        "generate with a static cache": "replayed with `graphs=True`",
     },
     "Everything else": {
         "whole pipelines": "`kw.inject(pipe)`",
@@ -125,8 +125,8 @@ def compatibility(results: Path) -> str:
         pieces += [
             f"### {subject}",
             "",
-            "| | works | output | tested on | |",
-            "|---|---|---|---|---|",
+            "| | works | tested on | to know |",
+            "|---|---|---|---|",
         ]
         for feature, remark in features.items():
             pieces.append(_line(feature, remark, found.get(feature, [])))
@@ -138,21 +138,19 @@ def in_short(results: Path) -> str:
     """One line a subject, for README.md."""
     found = {mark.feature for mark in shown()}
     loose = {mark.feature for mark in shown() if not mark.bits}
-    lines = [
-        "| | works, bit-identical | works, within rounding | not tested |",
-        "|---|---|---|---|",
-    ]
+    lines = ["| | works, bit-identical | otherwise |", "|---|---|---|"]
     for subject, features in FEATURES.items():
-        groups = (found - loose, loose, features.keys() - found)
-        cells = [", ".join(f for f in features if f in group) or "–" for group in groups]
-        lines.append(f"| {subject} | {' | '.join(cells)} |")
+        same = ", ".join(f for f in features if f in found - loose)
+        rest = [f"{f}: within rounding" for f in features if f in loose]
+        rest += [f"{f}: {NOT_TESTED}" for f in features if f not in found]
+        lines.append(f"| {subject} | {same or '–'} | {', '.join(rest)} |")
     return "\n".join(lines)
 
 
 def _line(feature: str, remark: str, marks: list[Shown]) -> str:
     if not marks:
-        return f"| {feature} | {NOT_TESTED} | – | – | {remark} |"
-    return f"| {feature} | yes | {_output(marks)} | {_where(marks)} | {remark} |"
+        return f"| {feature} | {NOT_TESTED} | – | {remark} |"
+    return f"| {feature} | {_output(marks)} | {_where(marks)} | {remark} |"
 
 
 def _output(marks: list[Shown]) -> str:

@@ -174,9 +174,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The names in the table of ops lead to their pages."""
+    """Links to files above docs/ lead to the pages made of them, names of ops to theirs."""
     if page.file.src_uri != "ops/index.md":
-        return markdown
+        moved = markdown.replace("](../README.md", "](index.md")
+        return moved.replace("](../CONTRIBUTING.md", "](contributing.md")
     for name in registry():
         markdown = markdown.replace(f"| `{name}` |", f"| [`{name}`]({name}.md) |")
     return markdown

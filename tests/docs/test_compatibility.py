@@ -39,7 +39,7 @@ def test_what_is_called_bit_identical_is_compared_bit_for_bit(mark):
 def test_a_feature_without_a_test_is_not_said_to_work(monkeypatch):
     assert f"| tensor parallelism | {table.NOT_TESTED} |" in table.compatibility(ROOT)
     monkeypatch.setattr(table, "shown", lambda: [])
-    lines = [line for line in table.compatibility(ROOT).splitlines() if line.count("|") > 5]
+    lines = [line for line in table.compatibility(ROOT).splitlines() if line.count("|") == 5]
     assert len([line for line in lines if table.NOT_TESTED in line]) == len(KNOWN)
 
 
@@ -63,4 +63,4 @@ def mark(bits=True, gpu=False, needs=None):
     ],
 )
 def test_a_line_says_what_its_marks_say(marks, output, where):
-    assert table._line("LoRA", "", marks) == f"| LoRA | yes | {output} | {where} |  |"
+    assert table._line("LoRA", "", marks) == f"| LoRA | {output} | {where} |  |"

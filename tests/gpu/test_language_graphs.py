@@ -144,7 +144,7 @@ def test_an_offloaded_pipeline_runs_without_graphs(pipe, first):
     kw.restore(pipe)
 
 
-@pytest.mark.compatibility("generate, static cache")
+@pytest.mark.compatibility("generate with a static cache")
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b", "gemma-3-12b"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_steps_of_generate_are_replays(name, batch):

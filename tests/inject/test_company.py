@@ -210,7 +210,7 @@ def test_the_attention_backend_a_person_set_for_all(ltx):
     assert report.sites["attention"]
 
 
-@pytest.mark.compatibility("torch.compile, whole model", bits=False)
+@pytest.mark.compatibility("torch.compile of the whole model", bits=False)
 @pytest.mark.parametrize("numerics", ["exact", "fused"])
 def test_compiled_whole_for_any_size(ltx, numerics):
     model, inputs, _ = ltx
@@ -232,7 +232,7 @@ def test_compiled_whole_and_restored(ltx):
     assert same(run(compiled, inputs), plain)
 
 
-@pytest.mark.compatibility("torch.compile, by block", bits=False)
+@pytest.mark.compatibility("torch.compile by block", bits=False)
 def test_compiled_by_inductor(ltx):
     model, inputs, plain = ltx
     kw.inject(model)
@@ -241,7 +241,7 @@ def test_compiled_by_inductor(ltx):
     torch.testing.assert_close(run(model, inputs), plain, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.compatibility("torch.compile, by block", bits=False)
+@pytest.mark.compatibility("torch.compile by block", bits=False)
 def test_compiled_blocks_share_one_trace(ltx):
     from torch._dynamo.utils import counters
 

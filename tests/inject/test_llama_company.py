@@ -25,7 +25,7 @@ def generate(model, cache):
     )
 
 
-@pytest.mark.compatibility("generate, dynamic cache", "generate, static cache")
+@pytest.mark.compatibility("generate with a dynamic cache", "generate with a static cache")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])
 def test_generated_tokens_and_logits_are_those_of_eager(family, cache):

@@ -165,7 +165,7 @@ def free_port():
         pytest.param(
             share_sequence,
             [*KINDS],
-            marks=pytest.mark.compatibility("context parallelism, Ulysses"),
+            marks=pytest.mark.compatibility("Ulysses context parallelism"),
         ),
         pytest.param(share_weights, [*KINDS], marks=pytest.mark.compatibility("FSDP2")),
         # DDP calls the model as it is

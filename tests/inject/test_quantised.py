@@ -118,12 +118,12 @@ def test_weights_that_are_a_tensor_subclass():
         pytest.param(
             bitsandbytes_4bit,
             "bitsandbytes",
-            marks=pytest.mark.compatibility("bitsandbytes, 4 bits", needs="bitsandbytes"),
+            marks=pytest.mark.compatibility("bitsandbytes 4-bit", needs="bitsandbytes"),
         ),
         pytest.param(
             bitsandbytes_8bit,
             "bitsandbytes",
-            marks=pytest.mark.compatibility("bitsandbytes, 8 bits", needs="bitsandbytes"),
+            marks=pytest.mark.compatibility("bitsandbytes 8-bit", needs="bitsandbytes"),
         ),
     ],
 )

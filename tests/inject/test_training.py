@@ -26,7 +26,7 @@ def check(trained, inputs, calls=3, **how):
     return report
 
 
-@pytest.mark.compatibility("training")
+@pytest.mark.compatibility("training of all weights")
 @pytest.mark.parametrize(
     ("numerics", "dtype"),
     [("exact", torch.float32), ("exact", torch.bfloat16), ("fused", torch.float32)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,8 @@ def main(folder: Path) -> str:
         f"| ms per forward | eager | {' | '.join(SHOWN[c] for c in shown)} |",
         f"|---|---|{'---|' * len(shown)}",
     ]
-    lines += [_model(model, shown) for model in found]
+    # a time, its speed-up and its sign stay on one line
+    lines += [re.sub(r" ([(=])", "\N{NO-BREAK SPACE}\\1", _model(model, shown)) for model in found]
     return "\n".join([*lines, "", f"{_about(files, RANDOM)}; = is bit-identical to eager."])
 
 
@@ -121,31 +123,29 @@ def fp8_error(folder: Path) -> str:
 
 def slower(folder: Path) -> str:
     """What of ours was slower than eager, and where our best with eager's bits was slower than
-    torch.compile at its best."""
+    torch.compile at its best: a line each."""
     _, whole = _models_of(folder / "models")
     _, parts = _models_of(folder / "few-layers")
     than_eager, than_compile = [], []
     for model in (*whole, *parts):
-        eager = model.row("eager")
-        for row in model.rows:
-            ours = row.config.startswith(("exact", "fused", "fp8"))
-            if ours and eager and (gain := model.speedup(row)) and round(gain, 2) < 1:
-                than_eager.append(f"- {_name(model)}, `{row.config}`: {gain:.2f}× eager's speed")
-        same = [r for c in ("exact", "exact+graphs") if (r := model.row(c)) and r.equal]
-        ours_best, compiled = min(same, key=_ms, default=None), model.best_compiled
-        if ours_best and compiled and _ms(ours_best) > _ms(compiled):
-            ours, theirs = (f"`{r.config}` {_ms(r):.1f} ms" for r in (ours_best, compiled))
-            than_compile.append(f"- {_name(model)}: {ours}, {theirs}")
-    return "\n".join(
-        [
-            "Slower than eager:",
-            "",
-            *(than_eager or ["- nothing that was measured"]),
-            "",
-            "Bit-identical, and slower than torch.compile at its best:",
-            "",
-            *(than_compile or ["- nothing that was measured"]),
+        gains = [
+            f"`{row.config}` {gain:.2f}×"
+            for row in model.rows
+            if row.config.startswith(("exact", "fused", "fp8"))
+            and (gain := model.speedup(row))
+            and round(gain, 2) < 1
         ]
+        if gains:
+            than_eager.append(f"{_name(model)} {', '.join(gains)}")
+        same = [r for c in ("exact", "exact+graphs") if (r := model.row(c)) and r.equal]
+        ours, compiled = min(same, key=_ms, default=None), model.best_compiled
+        if ours and compiled and _ms(ours) > _ms(compiled):
+            than_compile.append(f"{_name(model)} {_ms(ours):.1f} against {_ms(compiled):.1f} ms")
+    nothing = ["nothing that was measured"]
+    return (
+        f"*Slower than eager:* {'; '.join(than_eager or nothing)}.\n\n"
+        "*Bit-identical, but slower than torch.compile at its best:* "
+        f"{'; '.join(than_compile or nothing)}."
     )
 
 
@@ -195,7 +195,7 @@ def _model(model: Model, shown: Sequence[str]) -> str:
     cells = [f"{eager.ms:.1f}" if eager and eager.ms else "–"]
     for config in shown:
         row = model.row(config)
-        same = "\N{NO-BREAK SPACE}=" if row and row.equal else ""
+        same = " =" if row and row.equal else ""
         cells.append(f"{row.ms:.1f} ({model.speedup(row):.2f}×){same}" if row else "–")
     workload = model.rows[0].workload
     title = " ".join(word for word in (f"`{workload.model}`", workload.size) if word)
@@ -224,7 +224,7 @@ def videos(folder: Path) -> str:
     files = read([folder])
     (device,) = devices(files)
     lines = [
-        "| prompt to frames | run | s | ms a step | ms a frame | against eager | latents |",
+        "| prompt to frames | run | s | ms/step | ms/frame | against eager | latents |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [line for video in device.videos for line in _video(video)]
