@@ -35,20 +35,21 @@ def _about(files: Sequence[Results]) -> str:
 
 def speedups(results: Path) -> str:
     """The time of one forward as a share of eager's, for each model, as an SVG file."""
-    files, device = _device(results / "models")
-    models = [model for model in device.models if model.best_exact]
+    files, found = readme_tables.one_size(results / "models")
+    models = [model for model in found if model.best_exact]
     height = TOP + LINE * len(models) + 34
-    keys = {"compile": "torch.compile", "exact": "kernelwright, same bits as eager"}
+    keys = {"compile": "torch.compile", "exact": "kernelwright, bit-identical to eager"}
     pieces = [
         tag("rect", width=f"{WIDTH}", height=f"{height}", rx="8", fill=COLOURS["paper"]),
-        _text(20, 30, "Time of one forward, eager is the whole bar. Shorter is better.", 15, 600),
+        _text(20, 30, "Time of one forward: the whole bar is eager. Shorter is better.", 15, 600),
     ]
     for number, (colour, name) in enumerate(keys.items()):
         x = 20 + 140 * number
         pieces += [_bar(x, 42, 12, 10, colour), _text(x + 18, 51, name, 12)]
     for number, model in enumerate(models):
         pieces += _compared(model, TOP + LINE * number + 8)
-    note = f"{device.name}, torch {files[0].environment.torch}, random weights, bfloat16"
+    where = files[0].environment
+    note = f"{where.device}, torch {where.torch}, random weights, bfloat16"
     pieces.append(_text(20, height - 14, note, 11, colour="soft"))
     picture = tag(
         "svg",
@@ -66,12 +67,12 @@ def _compared(model: Model, y: int) -> list[Html]:
     """Two bars over the whole one of eager, with what they gain."""
     title = model.title.removesuffix(" batch 2")
     pieces = [_text(LABEL - 10, y + 19, title, 12, end=True), _bar(LABEL, y, BAR, 32, "track")]
-    rows = {"compile": model.row("compile"), "exact": model.best_exact}
+    rows = {"compile": model.best_compiled, "exact": model.best_exact}
     for (colour, row), top in zip(rows.items(), (y + 2, y + 17), strict=True):
         gain = model.speedup(row) if row else None
         if row and gain:
             also = f", {' '.join(row.config.split('+')[1:])}" if "+" in row.config else ""
-            said = f"{gain:.2f}×{also if colour == 'exact' else ''}"
+            said = f"{gain:.2f}×{also}"
             length = min(BAR, BAR / gain)
             pieces += [_bar(LABEL, top, length, 13, colour)]
             pieces += [

@@ -1,5 +1,6 @@
 """`make docs`: fills the tables of README.md and docs/ and draws the picture; as a hook of mkdocs
-it adds the pages that are made, not written: the front page, the rules, and one page an op."""
+it adds the pages that are made, not written: the front page, the rules, the API reference, and one
+page per op."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import compatibility_table
 import figures
 import goals
 import programs_table
 from fusion import picture
 
+import kernelwright as kw
 from kernelwright import catalog
 from kernelwright.ops.op import registry
 from kernelwright.report import readme_tables
@@ -32,6 +35,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "splits": goals.splits,
     "hub-calls": figures.hub_calls,
     "programs": programs_table.programs,
+    "compatibility": compatibility_table.compatibility,
+    "compatibility-short": compatibility_table.in_short,
 }
 
 
@@ -65,12 +70,35 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "index.md", _moved(readme)
     rules = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     yield "contributing.md", _moved(rules)
+    yield "api.md", _api_page()
     files = sorted((RESULTS / "h200").glob("ops*.json"))
     rows = [row for file in read(files) for row in file.ops]
     for entry in catalog.entries():
         measured = [row for row in rows if row.op == entry.name]
         times = figures.op_table(measured, named=False) if measured else ""
         yield f"ops/{entry.name}.md", _op_page(entry, times)
+
+
+def _api_page() -> str:
+    """The API reference: mkdocstrings fills in what each object's docstring says."""
+    injection = {name: getattr(kw, name) for name in ("inject", "restore", "injected", "inspect")}
+    backends = {name: getattr(kw, name) for name in ("use_backend", "registry")}
+    functions = {name: op for name in registry() if (op := getattr(kw, name, None))}
+    sections = {
+        "Injection": {f"kw.{name}": found for name, found in (*injection.items(), _REPORT)},
+        "Hugging Face Hub": {f"kw.hub.{name}": getattr(kw.hub, name) for name in kw.hub.__all__},
+        "Ops": {f"kw.{name}": found for name, found in (*functions.items(), *backends.items())},
+    }
+    lines = ["# API reference", "", "`import kernelwright as kw`. Generated from the docstrings."]
+    for title, objects in sections.items():
+        lines += ["", f"## {title}"]
+        for name, found in objects.items():
+            lines += ["", f"::: {found.__module__}.{found.__qualname__}", "    options:"]
+            lines += [f"      heading: {name}", f"      toc_label: {name}"]
+    return "\n".join(lines) + "\n"
+
+
+_REPORT = ("Report", kw.Report)
 
 
 def _moved(text: str) -> str:
@@ -146,9 +174,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The names in the table of ops lead to their pages."""
+    """Links to files above docs/ lead to the pages made of them, names of ops to theirs."""
     if page.file.src_uri != "ops/index.md":
-        return markdown
+        moved = markdown.replace("](../README.md", "](index.md")
+        return moved.replace("](../CONTRIBUTING.md", "](contributing.md")
     for name in registry():
         markdown = markdown.replace(f"| `{name}` |", f"| [`{name}`]({name}.md) |")
     return markdown

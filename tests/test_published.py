@@ -49,6 +49,63 @@ def test_a_model_measured_at_two_depths_is_shown_by_the_run_with_more_configurat
     assert "6 layers" not in path.read_text()
 
 
+def of(name, *rows):
+    return [row | {"model": name} for row in rows]
+
+
+def figures_of(tmp_path, section, models, few_layers=MODELS):
+    folder = tmp_path / "results" / "h200"
+    write_results(folder / "models", "models", *models)
+    write_results(folder / "few-layers", "models", *few_layers)
+    path = readme(tmp_path, section)
+    readme_tables.update(path, tmp_path / "results")
+    return path.read_text()
+
+
+def test_the_lead_is_the_median_of_the_models_and_ltx_video(tmp_path):
+    graphs = "exact+graphs"
+    rows = [
+        *of("dit-xl", model_row("eager"), model_row(graphs, 10.0)),
+        *of("flux-dev", model_row("eager"), model_row(graphs, 80.0)),
+        *of("ltx-video", model_row("eager"), model_row(graphs, 50.0), model_row("compile", 62.5)),
+    ]
+    text = figures_of(tmp_path, "lead", rows)
+    assert "| speed-up over eager | median | models | LTX-Video 49f batch 2 |" in text
+    assert "| **`exact` with CUDA graphs, bit-identical** | 2.00× | 3 | 2.00× |" in text
+    assert "| torch.compile | 1.60× | 1 | 1.60× |" in text
+
+
+def test_the_main_table_begins_with_ltx_video_and_has_one_size_of_each_model(tmp_path):
+    small = [row | {"sizes": {"frames": 25}} for row in MODELS[:2]]
+    rows = [*of("dit-xl", *MODELS), *small, *MODELS, *of("falcon-7b", *MODELS)]
+    text = figures_of(tmp_path, "main", rows)
+    names = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert names == ["ltx-video", "dit-xl", "falcon-7b"]
+    assert "25f" not in text
+
+
+def test_the_error_of_fp8_stands_beside_that_of_eager(tmp_path):
+    diffusion = of("flux-dev", model_row("eager"), model_row("fp8+graphs", 50.0, error=0.06))
+    language = of("llama", model_row("eager", error=0.08), model_row("fp8+graphs", error=0.5))
+    ltx = [model_row("eager", error=0.02), model_row("fp8+graphs", error=0.07)]
+    text = figures_of(tmp_path, "fp8-error", [*diffusion, *language, *ltx])
+    assert (
+        "6.0% to 7.0% in diffusion models (2 measured), where eager is off by 1.0% to 2.0%" in text
+    )
+    assert "50.0% in language models (1 measured), where eager is off by 8.0%" in text
+
+
+def test_what_is_slower_than_eager_and_than_torch_compile_is_listed(tmp_path):
+    slow = of(
+        "sdxl-unet", model_row("eager"), model_row("exact", 200.0), model_row("compile", 90.0)
+    )
+    text = figures_of(tmp_path, "slower", [*MODELS, *slow])
+    eager, compiled = text.split("\n\n")
+    assert "*Slower than eager:* `sdxl-unet` 49f batch 2 `exact` 0.50×." in eager
+    assert "best:* `sdxl-unet` 49f batch 2 200.0 against 90.0 ms." in compiled
+    assert "ltx-video" not in text
+
+
 def test_videos_have_a_table_too(tmp_path):
     write_results(tmp_path / "results" / "h200" / "videos", "video", *VIDEOS)
     path = readme(tmp_path, "videos")

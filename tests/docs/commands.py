@@ -92,7 +92,10 @@ def _pip(block: Block, words: list[str], folder: Path, installed: ExitStack) -> 
     listed = [project["dependencies"], *project["optional-dependencies"].values()]
     known = {re.split(r"[^\w-]", d)[0] for group in listed for d in group} | {"kernelwright"}
     for word in (w for w in words[1:] if not w.startswith("-")):
-        name, _, extras = word.rstrip("]").partition("[")
+        wanted, _, address = word.partition(" @ ")  # a package in a git repository
+        if address and not address.startswith("git+https://"):
+            raise Wrong(f"{block.name}: {address} is no address of a git repository")
+        name, _, extras = wanted.rstrip("]").partition("[")
         asked = [e.strip() for e in extras.split(",") if e]
         _known(block, "extra", asked, project["optional-dependencies"])
         if name.startswith("."):

@@ -1,8 +1,8 @@
 """How a block is run.
 
-A `python` block runs as a script, a `bash` block command by command (commands.py). A `cuda` block
-is quoted from a kernel of the library, and a `text` block is what a program printed. Any other
-language is an error.
+A `python` block runs as a script, with small models in place of published ones (published.py), a
+`bash` block command by command (commands.py). A `cuda` block is quoted from a kernel of the
+library, and a `text` block is what a program printed. Any other language is an error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from blocks import ROOT, Block, Wrong
 from commands import COMMANDS, bash, tomllib
+from published import small_pipelines
 
 # folders of the checkout that commands read and write: a block gets a copy of those it names
 COPIED = ("results", "hub")
@@ -84,5 +85,6 @@ def _python(block: Block, folder: Path) -> None:
     """Run from a file, since Triton reads the source; line numbers match those of the page."""
     script = folder / f"{block.path.stem}_{block.line}.py"
     script.write_text("\n" * block.line + block.text)
-    with contextlib.redirect_stdout(io.StringIO()):
+    loads = small_pipelines() if ".from_pretrained(" in block.text else contextlib.nullcontext()
+    with contextlib.redirect_stdout(io.StringIO()), loads:
         runpy.run_path(str(script), run_name="__main__")

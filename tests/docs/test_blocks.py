@@ -47,6 +47,8 @@ WRONG = {
     "pip install -e '.[cuda,modells]'": "extra 'modells'",
     "pip install torhc": "dependency 'torhc'",
     "pip install ./nowhere": "no package",
+    "pip install 'kernelwright[modells] @ git+https://example.com/k'": "extra 'modells'",
+    "pip install 'kernelwright @ example.com/k'": "no address",
     "make tset": "target 'tset'",
     "git cloen here": "git command 'cloen'",
     "python examples/none.py": "no examples/none.py",

@@ -1,14 +1,17 @@
 """What is generated from the code and from `results/` is up to date, and the site builds."""
 
 import json
+import re
 import shutil
 
 import fusion
 import gen
 import pytest
 import torch
-from blocks import ROOT
+from blocks import ROOT, documents
+from commands import tomllib
 
+import kernelwright as kw
 from kernelwright import catalog
 from kernelwright.ops import registry
 from kernelwright.report.figures import devices
@@ -53,6 +56,27 @@ def test_what_readme_says_in_words_holds_in_the_results():
     assert 0.99 < rows["falcon-7b"]("exact").ms / rows["falcon-7b"]("eager").ms < 1.01
     for name in ("llama-3-8b", "mistral-7b", "qwen3-8b"):
         assert 0.95 < rows[name]("exact").ms / rows[name]("compile").ms < 1.05
+
+
+def test_readme_names_the_versions_that_the_package_requires():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["models"]]
+    found = dict(re.fullmatch(r"([\w-]+)>=([\d.]+).*", w).groups() for w in wanted if ">=" in w)
+    text = (ROOT / "README.md").read_text()
+    table = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE))
+    assert table["PyTorch, Triton"] == f"{found['torch']}, {found['triton']}"
+    libraries = f"{found['diffusers']}, {found['transformers']}, each if you use it"
+    assert table["diffusers, transformers"] == libraries
+    assert table["Python"].startswith(project["requires-python"].removeprefix(">="))
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_head(path):
+    head = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        cells = re.sub(r"`[^`]*`", "", line).count("|") if line.startswith("|") else None
+        head = cells if head is None or cells is None else head
+        assert cells == head, line
 
 
 def test_every_op_has_a_page_with_formula_shapes_and_picture():
@@ -101,6 +125,11 @@ def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
     listed = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert {f"ops/{name}.html" for name in registry()} <= {doc["location"] for doc in listed}
+    text = (tmp_path / "api.html").read_text()
+    shown = set(re.findall(r">\s*([\w.]+)\s*<", text))
+    public = {f"kw.{name}" for name in kw.__all__} | {f"kw.hub.{name}" for name in kw.hub.__all__}
+    assert public - shown == {"kw.__version__", "kw.hub"}
+    assert "&gt;&gt;&gt;" in text  # examples are code, not quotations
     page = (tmp_path / "ops" / "rmsnorm.html").read_text()
     assert 'class="fusion"' in page
     assert 'src="http' not in page

@@ -32,6 +32,7 @@ def packed(attention):
     return packed_weights._of_weights[layers[0].weight.untyped_storage()].why is None
 
 
+@pytest.mark.compatibility("torch.compile by block")
 @pytest.mark.parametrize("name", ["ltx-video", "wan-1.3b", "sd3.5-medium"])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_compiled_blocks_keep_the_bits(name, graphs):

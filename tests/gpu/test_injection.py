@@ -70,6 +70,7 @@ def test_a_graph_follows_a_mask_that_reaches_the_blocks_as_it_was_given():
         assert same(run(model, other), expected)
 
 
+@pytest.mark.compatibility("model CPU offload")
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_a_pipeline_that_is_offloaded(first):
     pipe = models.ltx_pipeline(tiny=True, dtype=torch.bfloat16, device="cuda")

@@ -128,6 +128,7 @@ def test_a_pipeline_replays_its_text_encoder_and_its_denoiser(pipe):
     assert told == ["text_encoder: 1 graph", "transformer: 1 graph"]
 
 
+@pytest.mark.compatibility("model CPU offload")
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_an_offloaded_pipeline_runs_without_graphs(pipe, first):
     expected = frames(pipe, "a lighthouse", steps=3)
@@ -143,6 +144,7 @@ def test_an_offloaded_pipeline_runs_without_graphs(pipe, first):
     kw.restore(pipe)
 
 
+@pytest.mark.compatibility("generate with a static cache")
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b", "gemma-3-12b"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_steps_of_generate_are_replays(name, batch):

@@ -372,6 +372,7 @@ def test_a_tensor_on_the_cpu_among_the_inputs_runs_without_a_graph(model):
     assert graphs.reasons == {"inputs on cpu and cuda:0": 3}
 
 
+@pytest.mark.compatibility("LoRA hot-swapping")
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared"])
 def test_after_a_hot_swap_of_lora_calls_are_replays_again(prepared, monkeypatch):
     """As diffusers loads the next adapter with hotswap=True, and as it prepares for other ranks."""

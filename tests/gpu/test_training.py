@@ -18,6 +18,7 @@ def repeatable(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.compatibility("training of all weights", "training of LoRA")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", models.presets())

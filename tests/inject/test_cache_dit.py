@@ -42,6 +42,7 @@ def expected(name, calibrator):
     return want
 
 
+@pytest.mark.compatibility("cache-dit")
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("calibrator", CALIBRATORS)

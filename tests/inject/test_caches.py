@@ -117,6 +117,9 @@ def expected(name, cache):
     return plain, want
 
 
+@pytest.mark.compatibility(
+    "First Block Cache", "Pyramid Attention Broadcast", "FasterCache", "TaylorSeer", "MagCache"
+)
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("cache", CACHES)
@@ -135,6 +138,9 @@ def test_a_cache_gives_its_own_bits_in_an_injected_model(name, cache, when, grap
         assert all(same(denoised(model, inputs, steps=2), plain[:2]))
 
 
+@pytest.mark.compatibility(
+    "First Block Cache", "Pyramid Attention Broadcast", "FasterCache", "TaylorSeer", "MagCache"
+)
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_gives_its_own_bits_with_programs(cache):
     plain, want = expected("ltx-video", cache)

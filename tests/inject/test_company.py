@@ -34,6 +34,7 @@ def injected_now(model, inputs):
     return run(model, inputs), expected
 
 
+@pytest.mark.compatibility("LoRA")
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("numerics", ["exact", "fused"])
 def test_lora_before_and_after(ltx, numerics):
@@ -52,6 +53,7 @@ def test_lora_before_and_after(ltx, numerics):
     torch.testing.assert_close(run(model, inputs), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.compatibility("LoRA")
 @pytest.mark.usefixtures("either_way")
 def test_lora_scale_fuse_and_unload(ltx):
     model, inputs, plain = ltx
@@ -80,6 +82,7 @@ def test_lora_scale_fuse_and_unload(ltx):
     assert left_behind(model) == []
 
 
+@pytest.mark.compatibility("sequential CPU offload")
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_cpu_offload_in_either_order(ltx, first):
@@ -110,6 +113,7 @@ def test_cpu_offload_in_either_order(ltx, first):
     assert not any(kw.inject.__module__ in repr(m.__dict__.get("forward")) for m in model.modules())
 
 
+@pytest.mark.compatibility("group offload")
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("first", ["inject", "offload"])
 def test_group_offload_in_either_order(ltx, first):
@@ -134,6 +138,7 @@ def test_group_offload_in_either_order(ltx, first):
     assert same(run(model, inputs), expected)
 
 
+@pytest.mark.compatibility("forward hooks")
 @pytest.mark.usefixtures("either_way")
 def test_hooks_on_inner_modules_still_run(ltx):
     model, inputs, _ = ltx
@@ -153,6 +158,7 @@ def test_hooks_on_inner_modules_still_run(ltx):
         handle.remove()
 
 
+@pytest.mark.compatibility("forward hooks")
 @pytest.mark.usefixtures("either_way")
 def test_a_hook_that_changes_what_flows_between_blocks(ltx):
     model, inputs, plain = ltx
@@ -177,6 +183,7 @@ def test_a_block_that_is_skipped(ltx):
     assert same(got, expected)
 
 
+@pytest.mark.compatibility("set_attention_backend")
 @pytest.mark.usefixtures("either_way")
 def test_the_attention_backend_a_person_set(ltx):
     model, inputs, _ = ltx
@@ -203,6 +210,7 @@ def test_the_attention_backend_a_person_set_for_all(ltx):
     assert report.sites["attention"]
 
 
+@pytest.mark.compatibility("torch.compile of the whole model", bits=False)
 @pytest.mark.parametrize("numerics", ["exact", "fused"])
 def test_compiled_whole_for_any_size(ltx, numerics):
     model, inputs, _ = ltx
@@ -224,6 +232,7 @@ def test_compiled_whole_and_restored(ltx):
     assert same(run(compiled, inputs), plain)
 
 
+@pytest.mark.compatibility("torch.compile by block", bits=False)
 def test_compiled_by_inductor(ltx):
     model, inputs, plain = ltx
     kw.inject(model)
@@ -232,6 +241,7 @@ def test_compiled_by_inductor(ltx):
     torch.testing.assert_close(run(model, inputs), plain, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.compatibility("torch.compile by block", bits=False)
 def test_compiled_blocks_share_one_trace(ltx):
     from torch._dynamo.utils import counters
 
@@ -266,6 +276,7 @@ def test_a_gradient_step(ltx, numerics, checkpointing):
     check_gradients(model, inputs, numerics=numerics)
 
 
+@pytest.mark.compatibility("whole pipelines")
 def test_a_pipeline(tmp_path):
     pipe = models.ltx_pipeline(tiny=True, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

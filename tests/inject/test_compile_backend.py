@@ -54,6 +54,7 @@ def test_a_module_of_no_library_has_the_bits_of_eager(recorded):
     assert all(found.kernels < found.plan.ops for found in recorded)
 
 
+@pytest.mark.compatibility("the torch.compile backend of kernelwright")
 @torch.no_grad()
 def test_a_model_of_diffusers(recorded):
     how = {"tiny": True, "dtype": torch.float32, "device": "cpu"}

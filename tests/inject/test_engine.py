@@ -108,6 +108,7 @@ def test_a_failing_forward_leaves_no_trace(ltx):
         assert same(run(model, inputs), expected)
 
 
+@pytest.mark.compatibility("deepcopy")
 @pytest.mark.usefixtures("either_way")
 def test_a_copy_is_injected_and_restored_by_itself(ltx):
     model, inputs, expected = ltx
@@ -134,6 +135,7 @@ def test_pickle_gives_a_model_that_runs(ltx):
     assert same(run(loaded, inputs), expected)
 
 
+@pytest.mark.compatibility("save_pretrained")
 @pytest.mark.usefixtures("either_way")
 def test_saved_and_loaded(ltx, tmp_path):
     model, inputs, expected = ltx
@@ -175,6 +177,7 @@ def test_weights_changed_in_place_are_seen(ltx):
     assert not same(result, expected)
 
 
+@pytest.mark.compatibility("torch.inference_mode")
 @pytest.mark.usefixtures("either_way")
 def test_inference_mode(ltx):
     model, inputs, expected = ltx

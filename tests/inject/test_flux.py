@@ -72,6 +72,7 @@ def test_several_prompts_and_no_guidance():
     check_exact(distilled, inputs)
 
 
+@pytest.mark.compatibility("ControlNet")
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("repeat", [False, True])
 def test_control_signals_between_blocks(repeat):
@@ -86,6 +87,7 @@ def test_control_signals_between_blocks(repeat):
     assert not same(run(model, inputs), plain)
 
 
+@pytest.mark.compatibility("ControlNet")
 def test_the_controlnet_itself():
     from diffusers import FluxControlNetModel
 
@@ -99,6 +101,7 @@ def test_the_controlnet_itself():
     assert sites == {**places(), **GELUS, "norm + modulate": places()["norm + modulate"] - 1}
 
 
+@pytest.mark.compatibility("IP-Adapter")
 def test_an_ip_adapter_adds_its_image_last():
     from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
@@ -112,6 +115,7 @@ def test_an_ip_adapter_adds_its_image_last():
     assert not same(run(model, inputs), plain)
 
 
+@pytest.mark.compatibility("custom attention processors")
 def test_a_processor_of_ones_own_is_called():
     model, inputs = flux()
     plain = run(model, inputs)

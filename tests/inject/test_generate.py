@@ -49,6 +49,7 @@ def same(got, want):
     assert all(map(torch.equal, got.logits, want.logits))
 
 
+@pytest.mark.compatibility("generate with a static cache")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_steps_with_a_static_cache_are_replays(name, batch):

@@ -25,6 +25,7 @@ def generate(model, cache):
     )
 
 
+@pytest.mark.compatibility("generate with a dynamic cache", "generate with a static cache")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])
 def test_generated_tokens_and_logits_are_those_of_eager(family, cache):
@@ -105,6 +106,7 @@ def test_a_hook_between_two_layers_is_heard():
     assert len(heard) == 1
 
 
+@pytest.mark.compatibility("autocast")
 def test_autocast_keeps_its_dtypes():
     model, inputs = model_of("Llama"), words()
     with torch.autocast("cpu", torch.bfloat16):

@@ -80,6 +80,7 @@ def pair(request, kind):
     return made
 
 
+@pytest.mark.compatibility("LoRA")
 def test_a_fused_adapter_gives_what_the_adapter_gave(pair):
     beside = pair.result()
     assert not near(beside, pair.plain)
@@ -89,6 +90,7 @@ def test_a_fused_adapter_gives_what_the_adapter_gave(pair):
     assert near(pair.result(), beside)
 
 
+@pytest.mark.compatibility("LoRA")
 def test_a_scale_lies_between_none_and_all_of_the_adapter(pair):
     full = pair.result()
     pair.do(lambda m: m.set_adapters("style", 0.0))
@@ -109,12 +111,14 @@ def test_fused_with_a_scale_is_the_scaled_adapter(pair):
     assert near(pair.result(), half)
 
 
+@pytest.mark.compatibility("LoRA")
 def test_unloading_brings_back_the_model_without_it(pair):
     pair.result()
     pair.do(lambda m: m.unload_lora())
     assert torch.equal(pair.result(), pair.plain)
 
 
+@pytest.mark.compatibility("LoRA")
 def test_two_adapters_are_added_up(pair):
     one = pair.result()
     pair.load("other", seed=2)
@@ -143,6 +147,7 @@ def test_a_fused_adapter_stays_in_eight_bits_what_it_was():
     assert (got - want).norm() < adapter / 2, "nearer to the model without its adapter"
 
 
+@pytest.mark.compatibility("LoRA hot-swapping")
 @pytest.mark.parametrize("prepared", [False, True], ids=["", "for other ranks"])
 @pytest.mark.parametrize("recipes", [True, False], ids=["recipes", "programs"])
 @torch.no_grad()

@@ -162,9 +162,14 @@ def free_port():
 @pytest.mark.parametrize(
     ("share", "presets"),
     [
-        (share_sequence, [*KINDS]),
-        (share_weights, [*KINDS]),
-        (share_gradients, ["flux2-dev"]),  # DDP calls the model as it is
+        pytest.param(
+            share_sequence,
+            [*KINDS],
+            marks=pytest.mark.compatibility("Ulysses context parallelism"),
+        ),
+        pytest.param(share_weights, [*KINDS], marks=pytest.mark.compatibility("FSDP2")),
+        # DDP calls the model as it is
+        pytest.param(share_gradients, ["flux2-dev"], marks=pytest.mark.compatibility("DDP")),
     ],
     ids=["share_sequence", "share_weights", "share_gradients"],
 )

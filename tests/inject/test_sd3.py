@@ -67,6 +67,7 @@ def test_sd3_without_qk_norm_and_dual_attention():
     }
 
 
+@pytest.mark.compatibility("skip-layer guidance")
 def test_layers_skipped_for_guidance():
     model, inputs = sd3()
     plain = run(model, inputs)
@@ -75,6 +76,7 @@ def test_layers_skipped_for_guidance():
     assert not same(run(model, inputs), plain)
 
 
+@pytest.mark.compatibility("ControlNet")
 def test_control_signals_between_blocks():
     model, inputs = sd3()
     plain = run(model, inputs)
@@ -96,6 +98,7 @@ def test_a_feed_forward_in_chunks():
     assert set(sizes) == {1}
 
 
+@pytest.mark.compatibility("IP-Adapter")
 def test_an_ip_adapter():
     from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 
@@ -114,6 +117,7 @@ def test_an_ip_adapter():
     assert not same(run(model, inputs), plain)
 
 
+@pytest.mark.compatibility("custom attention processors")
 def test_a_processor_of_ones_own_is_called():
     model, inputs = sd3()
     plain = run(model, inputs)

@@ -82,6 +82,7 @@ def agree(models_, name, times=2):
     assert not wrong
 
 
+@pytest.mark.compatibility("threads")
 @pytest.mark.parametrize("name", NAMES)
 def test_first_calls_of_many_threads_on_one_model(name):
     model = models.build(name, **HOW)

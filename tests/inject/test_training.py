@@ -26,6 +26,7 @@ def check(trained, inputs, calls=3, **how):
     return report
 
 
+@pytest.mark.compatibility("training of all weights")
 @pytest.mark.parametrize(
     ("numerics", "dtype"),
     [("exact", torch.float32), ("exact", torch.bfloat16), ("fused", torch.float32)],
@@ -38,6 +39,7 @@ def test_gradients_are_eagers(numerics, dtype):
     assert all(PROGRAMS in line for line in lines)
 
 
+@pytest.mark.compatibility("training of LoRA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_are_trained_and_nothing_else(dtype):
     eager, ours = twice(with_lora(model().to(dtype), "q", "k", "v", "o"))
@@ -79,6 +81,7 @@ def test_gradients_are_added_to_those_that_are_there():
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
+@pytest.mark.compatibility("gradient checkpointing")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
     trained = model()
@@ -152,6 +155,7 @@ def test_dropout_draws_what_it_draws_in_eager():
     assert any("random numbers" in line for line in report.gradients)
 
 
+@pytest.mark.compatibility("autocast")
 def test_autocast_runs_as_without_injection():
     eager, ours = twice(model())
     report = kw.inject(ours)
@@ -256,6 +260,7 @@ def test_models(name, lora, dtype):
     assert any("backward" in line and "kernels" in line for line in report.gradients), report
 
 
+@pytest.mark.compatibility("gradient checkpointing")
 def test_checkpointing_of_transformers():
     """Its layers are checkpointed by what calls their forward."""
     name = "llama-3-8b"
@@ -269,6 +274,7 @@ def test_checkpointing_of_transformers():
     assert any("backward" in line and "kernels" in line for line in report.gradients), report
 
 
+@pytest.mark.compatibility("training of DoRA")
 def test_adapters_that_scale_the_weight_itself():
     """DoRA: the norm of each row of a weight is trained as well."""
     trained = with_lora(model(), "q", "up", use_dora=True, init_lora_weights=False)

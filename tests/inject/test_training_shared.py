@@ -40,7 +40,13 @@ def whole(gradient):
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-@pytest.mark.parametrize("share", [shared_gradients, shared_weights])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(shared_gradients, marks=pytest.mark.compatibility("DDP")),
+        pytest.param(shared_weights, marks=pytest.mark.compatibility("FSDP2")),
+    ],
+)
 @pytest.mark.parametrize("inject_first", [True, False])
 def test_gradients_are_eagers(one_process, share, inject_first):
     eager, ours = twice(model())

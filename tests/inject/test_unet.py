@@ -108,6 +108,7 @@ def test_a_block_alone(name):
     assert sites["residual + norm"] == (1 if model.attn2 is None else 2)
 
 
+@pytest.mark.compatibility("GLIGEN")
 def test_boxes_of_gligen():
     model, inputs = block(attention_type="gated")
     torch.nn.init.ones_(model.fuser.alpha_attn)
@@ -125,6 +126,7 @@ def test_feed_forward_in_chunks():
     assert "residual + norm" not in check_exact(model, inputs).sites
 
 
+@pytest.mark.compatibility("custom attention processors")
 def test_a_processor_of_ones_own_is_called():
     from diffusers.models.attention_processor import AttnProcessor
 
@@ -133,6 +135,21 @@ def test_a_processor_of_ones_own_is_called():
     check_exact(model, inputs)
 
 
+@pytest.mark.compatibility("PAG")
+@pytest.mark.usefixtures("either_way")
+def test_perturbed_attention_guidance():
+    """The last third of the batch gets an identity in place of attention."""
+    from diffusers.models.attention_processor import PAGCFGIdentitySelfAttnProcessor2_0
+
+    model, inputs = block()
+    inputs = {name: torch.cat((given, given[:1])) for name, given in inputs.items()}
+    plain = run(model, inputs)
+    model.attn1.set_processor(PAGCFGIdentitySelfAttnProcessor2_0())
+    check_exact(model, inputs)
+    assert not same(run(model, inputs), plain)
+
+
+@pytest.mark.compatibility("ControlNet")
 def test_a_control_net_beside_it():
     from diffusers import ControlNetModel
 

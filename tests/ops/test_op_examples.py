@@ -9,7 +9,11 @@ from declared import ALL, every_op
 import kernelwright
 
 # what an example may use without saying where it comes from
-GIVEN = {"torch": torch, **{n: getattr(kernelwright, n) for n in kernelwright.__all__}}
+GIVEN = {
+    "torch": torch,
+    "nn": torch.nn,
+    **{n: getattr(kernelwright, n) for n in kernelwright.__all__},
+}
 
 
 @every_op(ALL)
@@ -19,7 +23,7 @@ def test_a_docstring_opens_with_what_it_computes_and_its_example_runs(op):
     run(function)
 
 
-@pytest.mark.parametrize("name", ["use_backend"])
+@pytest.mark.parametrize("name", ["use_backend", "inject"])
 def test_the_examples_of_what_goes_with_them_run(name):
     run(getattr(kernelwright, name))
 

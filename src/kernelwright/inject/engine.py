@@ -40,20 +40,27 @@ def inject(
 
     Args:
         target: a diffusers pipeline, a model of diffusers or transformers, or any nn.Module.
-        numerics: "exact" gives the bits of eager PyTorch: every module is compared with its own
+        numerics: "exact" is bit-identical to eager PyTorch: every module is compared with its own
             forward the first time it sees a shape, and stays eager if it differs. "fused" rounds
-            once where eager rounds after every step; its error is not above eager's.
-        graphs: replay the forward of the denoiser and of text encoders, or of the model given, as
-            CUDA graphs.
-        only, skip: names of components ("vae"), of classes ("LTXAttention") or of modules
-            ("transformer_blocks.0.*"), one or several.
-        verify: in "fused", check every module at every new shape, not one of each class once.
-        backend: "auto", or the name of the backend that every op uses.
-        recipes: whether forwards written for a family of models are used. Blocks without one run as
-            generated kernels; with False all of them do.
+            once where eager rounds after every step; its error against a float32 run is not above
+            eager's. "fp8" is "fused" with FP8 GEMMs in the blocks; its error is larger.
+        graphs: replay the denoiser and the text encoders of a pipeline, or the model given, as CUDA
+            graphs.
+        only, skip: names of components ("vae"), classes ("LTXAttention") or modules
+            ("transformer_blocks.0.*"); one or several.
+        verify: in "fused", check every module at every new shape; otherwise one module of each
+            class is checked once.
+        backend: the backend for every op; "auto" chooses the fastest that can run the call.
+        recipes: whether to use forwards that were written for a family of models. Other blocks run
+            as generated kernels; with False all of them do.
 
     Returns:
-        A report of what was replaced, by what, and what was left alone and why. Print it.
+        A report of what was replaced by what, and what was left alone and why. Print it.
+
+    >>> layers = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    >>> inject(layers).replaced
+    1
+    >>> restored = restore(layers)
     """
     options = Options(numerics, graphs, only, skip, verify, backend, recipes)
     report, injections = _planned(target, options)
@@ -69,7 +76,14 @@ def inject(
 
 
 def restore(target: Any) -> int:
-    """Restore exactly what was there before `inject`; returns how many modules changed."""
+    """Undo `inject`: bring back exactly the forwards that were there before.
+
+    Args:
+        target: what was injected, or a part of it.
+
+    Returns:
+        How many modules got their own forward back.
+    """
     count = 0
     for part in parts_of(target):
         for injection in _active.pop(part.model, ()):
@@ -90,7 +104,10 @@ def injected(
     backend: str = "auto",
     recipes: bool = True,
 ) -> Iterator[Report]:
-    """`inject` for the duration of a `with` block; an earlier injection comes back after it."""
+    """`inject` for the duration of a `with` block, with the same arguments.
+
+    An earlier injection of the same model comes back after the block.
+    """
     options = Options(numerics, graphs, only, skip, verify, backend, recipes)
     report, injections = _planned(target, options)
     for injection in injections:
@@ -117,7 +134,16 @@ def inspect(
     skip: Any = None,
     recipes: bool = True,
 ) -> Report:
-    """What `inject` would do, without doing it. Works on a model on the meta device, too."""
+    """Show what `inject` would do, without doing it.
+
+    It runs nothing and reads no weights, so a model on the meta device will do.
+
+    Args:
+        target: as for `inject`; so are the other arguments.
+
+    Returns:
+        The report that `inject` would return before the model has run.
+    """
     report, _ = _planned(target, Options(numerics, only=only, skip=skip, recipes=recipes))
     return report.as_plan()
 

@@ -1,7 +1,9 @@
-"""The tables of README.md, made from the declared ops and from `results/`."""
+"""The tables and figures of README.md and docs/, made from the declared ops and from `results/`."""
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from .. import catalog
 from ..ops import ways
 from .figures import Model, Video, devices
 from .reading import Results, read
-from .rows import RANDOM
+from .rows import RANDOM, ModelRow
 from .videos import psnr
 
 SHOWN = {
@@ -24,11 +26,20 @@ SHOWN = {
     "exact+compile": "exact, compile",
 }
 
+# the columns of README.md, and the model that its first lines quote
+MAIN = ("compile", "compile+graphs", "exact+graphs", "fused+graphs", "fp8+graphs")
+LEAD = "ltx-video"
+LANGUAGE_MODELS = ("falcon", "llama", "mistral", "qwen")
+
 
 def update(readme: Path, results: Path) -> None:
     """Write the tables between the markers of README.md."""
     sections: dict[str, Callable[[], str]] = {
         "ops": lambda: catalog.markdown(catalog.entries()),
+        "lead": lambda: lead(results / "h200" / "models"),
+        "main": lambda: main(results / "h200" / "models"),
+        "fp8-error": lambda: fp8_error(results / "h200" / "models"),
+        "slower": lambda: slower(results / "h200"),
         "models": lambda: models(results / "h200" / "models"),
         "full-depth": lambda: models(results / "h200" / "full-depth"),
         "few-layers": lambda: models(results / "h200" / "few-layers"),
@@ -54,6 +65,129 @@ def models(folder: Path) -> str:
     ]
     lines += [_model(model, shown) for model in sorted(found, key=_graphs_gain, reverse=True)]
     return "\n".join([*lines, "", f"{_about(files, RANDOM)}; = means `torch.equal` to eager."])
+
+
+def main(folder: Path) -> str:
+    """The table of README.md: one size of each model, and the columns to choose from."""
+    files, found = one_size(folder)
+    shown = [c for c in MAIN if any(model.row(c) for model in found)]
+    lines = [
+        f"| ms per forward | eager | {' | '.join(SHOWN[c] for c in shown)} |",
+        f"|---|---|{'---|' * len(shown)}",
+    ]
+    # a time, its speed-up and its sign stay on one line
+    lines += [re.sub(r" ([(=])", "\N{NO-BREAK SPACE}\\1", _model(model, shown)) for model in found]
+    return "\n".join([*lines, "", f"{_about(files, RANDOM)}; = is bit-identical to eager."])
+
+
+def lead(folder: Path) -> str:
+    """What README.md says first: the median over models, and LTX-Video."""
+    _, found = one_size(folder)
+    first = found[0]
+    parts = []
+    for name, what in (
+        ("compile", "torch.compile"),
+        ("compile+graphs", "torch.compile with CUDA graphs"),
+        ("exact+graphs", "**`exact` with CUDA graphs, bit-identical**"),
+        ("fp8+graphs", "`fp8` with CUDA graphs"),
+    ):
+        gains = [model.speedup(row) for model in found if (row := model.row(name))]
+        own = first.row(name)
+        if gains and own:
+            middle = statistics.median(gain for gain in gains if gain)
+            parts.append(f"| {what} | {middle:.2f}× | {len(gains)} | {first.speedup(own):.2f}× |")
+    size = first.rows[0].workload.size
+    head = f"| speed-up over eager | median | models | LTX-Video {size} |"
+    return "\n".join([head, "|---|---|---|---|", *parts])
+
+
+def fp8_error(folder: Path) -> str:
+    """The error of fp8 against a float32 run, beside eager's: diffusion models, language models."""
+    _, found = one_size(folder)
+    said = []
+    for what, language in (("diffusion models", False), ("language models", True)):
+        pairs = [
+            (eager.error, fp8.error)
+            for model in found
+            if _is_language(model) is language
+            and (fp8 := model.row("fp8+graphs"))
+            and (eager := model.row("eager"))
+            and fp8.error
+            and eager.error
+        ]
+        if pairs:
+            own, theirs = (_range(values) for values in zip(*pairs, strict=True))
+            said.append(f"{theirs} in {what} ({len(pairs)} measured), where eager is off by {own}")
+    return f"Error of `fp8` against a float32 run of the same random weights: {'; '.join(said)}."
+
+
+def slower(folder: Path) -> str:
+    """What of ours was slower than eager, and where our best with eager's bits was slower than
+    torch.compile at its best: a line each."""
+    _, whole = _models_of(folder / "models")
+    _, parts = _models_of(folder / "few-layers")
+    than_eager, than_compile = [], []
+    for model in (*whole, *parts):
+        gains = [
+            f"`{row.config}` {gain:.2f}×"
+            for row in model.rows
+            if row.config.startswith(("exact", "fused", "fp8"))
+            and (gain := model.speedup(row))
+            and round(gain, 2) < 1
+        ]
+        if gains:
+            than_eager.append(f"{_name(model)} {', '.join(gains)}")
+        same = [r for c in ("exact", "exact+graphs") if (r := model.row(c)) and r.equal]
+        ours, compiled = min(same, key=_ms, default=None), model.best_compiled
+        if ours and compiled and _ms(ours) > _ms(compiled):
+            than_compile.append(f"{_name(model)} {_ms(ours):.1f} against {_ms(compiled):.1f} ms")
+    nothing = ["nothing that was measured"]
+    return (
+        f"*Slower than eager:* {'; '.join(than_eager or nothing)}.\n\n"
+        "*Bit-identical, but slower than torch.compile at its best:* "
+        f"{'; '.join(than_compile or nothing)}."
+    )
+
+
+def _models_of(folder: Path) -> tuple[list[Results], list[Model]]:
+    files = read([folder])
+    (device,) = devices(files)
+    return files, list(device.models)
+
+
+def one_size(folder: Path) -> tuple[list[Results], list[Model]]:
+    """The models in order of their names, LTX-Video first; of several sizes the one that was
+    measured in the most configurations."""
+    files, found = _models_of(folder)
+    best: dict[str, Model] = {}
+    for model in found:
+        name = model.rows[0].workload.model
+        if name not in best or _measured(model) > _measured(best[name]):
+            best[name] = model
+    order = sorted(best, key=lambda name: (name != LEAD, _is_language(best[name]), name))
+    return files, [best[name] for name in order]
+
+
+def _measured(model: Model) -> int:
+    return sum(model.row(config) is not None for config in SHOWN if config != "fused+fa4+graphs")
+
+
+def _is_language(model: Model) -> bool:
+    return model.rows[0].workload.model.startswith(LANGUAGE_MODELS)
+
+
+def _ms(row: ModelRow) -> float:
+    return row.ms or 0.0
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.1%}" if low == high else f"{low:.1%} to {high:.1%}"
+
+
+def _name(model: Model) -> str:
+    workload = model.rows[0].workload
+    return f"`{workload.model}` {workload.size}"
 
 
 def _model(model: Model, shown: Sequence[str]) -> str:
@@ -90,7 +224,7 @@ def videos(folder: Path) -> str:
     files = read([folder])
     (device,) = devices(files)
     lines = [
-        "| prompt to frames | run | s | ms a step | ms a frame | against eager | latents |",
+        "| prompt to frames | run | s | ms/step | ms/frame | against eager | latents |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [line for video in device.videos for line in _video(video)]

@@ -10,8 +10,8 @@ from .record import Record
 
 
 class Report(Record):
-    """What was replaced and by what; what was left alone and why; and, once the model has run,
-    what the comparison with eager showed. It prints as a table."""
+    """What an injection did: what was replaced by what, what was left alone and why, and, once the
+    model has run, what the comparison with eager showed. It prints as a table."""
 
     def as_plan(self) -> Report:
         self.planned = True

@@ -145,8 +145,8 @@ class PerForwardCache:
 
 
 def can_cache(source: Tensor, weights: Sequence[Any]) -> bool:
-    """Whether version counters track writes to these tensors, and no gradient, autocast or trace
-    needs the real call."""
+    """Whether version counters track writes to these tensors, which have memory of their own, and
+    no gradient, autocast or trace needs the real call."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (source, *weights)):
@@ -154,6 +154,9 @@ def can_cache(source: Tensor, weights: Sequence[Any]) -> bool:
     if any_autocast() and torch.is_autocast_enabled(source.device.type):
         return False
     if type(source) is not Tensor or source.is_inference():
+        return False
+    # a quantised weight of torchao is a wrapper around other tensors, without memory of its own
+    if any(hasattr(weight, "__tensor_flatten__") for weight in weights):
         return False
     return not (weights and any(map(Tensor.is_inference, weights)))
 
