@@ -27,6 +27,7 @@ from ..ops.op import Op, registry
 from ..ops.plan import Call
 from . import package
 from .build_files import ARCHS, INCLUDE, build_files
+from .digest import seal
 
 if TYPE_CHECKING:
     from ..backends.cuda import CudaLaunch
@@ -179,6 +180,7 @@ def assemble(library: Path, out: Path, made: Extension) -> Path:
     operators = COMPILED_OPS.format(id=name, library=library.name, namespace=made.name)
     (place / "_ops.py").write_text(operators)
     (place / "metadata.json").write_text(package.metadata(name, "cuda", made.archs))
+    seal(place)
     return place
 
 
