@@ -40,7 +40,7 @@ def test_kernels_itself_finds_its_digest_right_and_its_version_alpha(package):
     text = file.read_text()
     try:
         file.write_text(text + "\n")
-        with pytest.raises(DigestValidationError, match="__init__.py"):
+        with pytest.raises(DigestValidationError, match=r"__init__\.py"):
             metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, variant))
     finally:
         file.write_text(text)

@@ -88,7 +88,7 @@ def source(
 ) -> None:
     """Write the complete CUDA source project for kernel-builder and Nix.
 
-    To build it here with nvcc instead: `pip install --no-build-isolation ./hub/ltx-kernels`.
+    To build it here with nvcc instead: `pip install --no-build-isolation ./hub/ltx-kernels-aot`.
     """
     from ..hub import extension
 
@@ -139,7 +139,7 @@ def bench(
 ) -> None:
     """Time the host side of a call: the compiled library, Triton, NVRTC and F.rms_norm.
 
-    Needs a GPU and the library: `pip install --no-build-isolation ./hub/ltx-kernels`.
+    Needs a GPU and the library: `pip install --no-build-isolation ./hub/ltx-kernels-aot`.
     """
     from ..hub import host_time
 
