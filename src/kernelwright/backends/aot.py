@@ -1,7 +1,8 @@
 """CUDA C++ kernels compiled ahead of time: the launches of `cuda.py` with kernels from a library.
 
-The library (`hub/ltx-kernels-aot`) holds instances of the templates in the `.cuh` files, each under the
-text of its `CudaLaunch.template`. An instance that is not in it cannot run: nothing is compiled.
+The library (`hub/ltx-kernels-aot`) holds instances of the templates in the `.cuh` files, each under
+the text of its `CudaLaunch.template`. An instance that is not in it cannot run: nothing is
+compiled.
 """
 
 from __future__ import annotations

@@ -196,7 +196,9 @@ def _namespace(node: ast.Call, where: str) -> Iterator[Failure]:
 
 
 def _is_layer(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
+    is_module = any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
+    # transformers constructs a layout: it has parameters
+    return is_module and not node.name.endswith("Layout")
 
 
 def _layer(node: ast.ClassDef, where: str) -> Iterator[Failure]:
