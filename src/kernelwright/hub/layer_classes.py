@@ -47,6 +47,11 @@ CLASSES = {
         "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock"
     ),
     "LTXAttention": "diffusers.models.transformers.transformer_ltx.LTXAttention",
+    "FluxTransformerBlock": "diffusers.models.transformers.transformer_flux.FluxTransformerBlock",
+    "FluxSingleTransformerBlock": (
+        "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock"
+    ),
+    "FluxAttention": "diffusers.models.transformers.transformer_flux.FluxAttention",
 }
 NORMS = ("DiffusersRMSNorm", "TorchRMSNorm", "LayerNorm")
 

@@ -14,6 +14,7 @@ from .adaptive import (
     SD35AdaLayerNormZeroX,
 )
 from .exact import ExactGeLU, ExactGeluTanh, ExactRMSNorm
+from .flux import FluxAttention, FluxSingleTransformerBlock, FluxTransformerBlock
 from .fused_mlp import RMSNormSwiGLUMLP
 from .gated import (
     GEGLU,
@@ -42,6 +43,9 @@ __all__ = [
     "ExactGeLU",
     "ExactGeluTanh",
     "ExactRMSNorm",
+    "FluxAttention",
+    "FluxSingleTransformerBlock",
+    "FluxTransformerBlock",
     "GeLU",
     "GeluAndMul",
     "GeluTanh",
