@@ -4,19 +4,30 @@
 #             not part of make test
 # make mutants  small changes of the code that no test notices; some minutes, not part of make test
 # make docs   the tables and the picture of README.md and docs/, and the site in build/site
-# all set up .venv on their first run; PYTHON=python3.12 picks another interpreter
+# make pins   constraints.txt with the newest versions; TORCH=2.14.1 also changes PyTorch
+# make dist   wheel and sdist in dist/, checked as PyPI will
+# all set up .venv on their first run; PYTHON=python3.12 picks another interpreter.
+# VENV=path takes an environment of yours with kernelwright[cuda,models,video,dev] as it is;
+# CHROMIUM=no downloads no browser, and the tests of the report page that need one skip
 
 PYTHON ?= python3
+ifdef VENV
+BIN := $(VENV)/bin
+READY :=
+else
 BIN := .venv/bin
 READY := .venv/ready
+endif
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+BUILD := $(if $(shell command -v nvidia-smi),CUDA,CPU)
 
 # of make test-torch
 OTHER := .venv-torch-$(TORCH)
 TESTS ?= tests/ops tests/inject tests/calibration
 
-.PHONY: demo test lint pytest test-torch mutants format docs clean
+.PHONY: demo test lint pytest test-torch mutants format docs pins dist clean
 
 demo: $(READY)
 	$(BIN)/kernelwright demo --save build/demo.png
@@ -29,7 +40,9 @@ lint: $(READY)
 	$(BIN)/mypy
 
 pytest: $(READY)
+ifeq ($(CHROMIUM)$(VENV),)
 	tests/get_chromium.sh .venv
+endif
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-torch: $(OTHER)/ready
@@ -48,13 +61,26 @@ docs: $(READY)
 	$(BIN)/python docs/gen.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+pins: $(READY)
+	$(BIN)/pip install -q uv
+	$(BIN)/python tools/refresh_pins.py $(TORCH)
+
+dist: $(READY)
+	$(BIN)/pip install -q build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 # torch comes first and alone: a resolver that may still choose takes the newest cuda build,
 # gigabytes of it. without an nvidia driver the cpu build does; the cuda build pins its own
 # triton and cuda wheels, so those constraints are left out beside it
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kernelwright needs Python 3.10 or newer")'
+	@echo "Setting up .venv: downloads PyTorch's $(BUILD) build and the packages of constraints.txt, to run" \
+	  "models; make test also a headless browser, to open the report page. To do without: VENV=path" \
+	  "takes an environment of yours, CHROMIUM=no skips the browser's tests."
 	$(PYTHON) -m venv .venv
-ifeq ($(shell command -v nvidia-smi),)
+ifeq ($(BUILD),CPU)
 	cp constraints.txt .venv/constraints.txt
 	$(BIN)/pip install -q -c .venv/constraints.txt "torch==$(TORCH)+cpu" \
 	|| $(BIN)/pip install -q -c .venv/constraints.txt --extra-index-url $(CPU_WHEELS) torch

@@ -19,6 +19,7 @@ done
 if [ -x "$venv/bin/chromium" ]; then exit 0; fi
 command -v apt-get >/dev/null && command -v dpkg >/dev/null || skip "no apt-get here"
 
+echo "downloading a headless chromium for the tests of the report page; CHROMIUM=no skips both"
 mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial"
 cd "$folder"
 # lists of its own, which need no root, where the machine has none

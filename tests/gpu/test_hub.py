@@ -3,7 +3,7 @@
 Build the library first, with the shapes of these tests:
 
     LTX_KERNELS_CASES=all TORCH_CUDA_ARCH_LIST=9.0 \\
-        pip install --no-build-isolation ./hub/ltx-kernels
+        pip install --no-build-isolation ./hub/ltx-kernels-aot
 """
 
 import copy

@@ -22,6 +22,7 @@ from kernelwright.ops.plan import Call
 
 tomllib = pytest.importorskip("tomllib")
 PROJECT = Path(__file__).resolve().parents[2] / "hub" / "ltx-kernels"
+AOT = PROJECT.with_name("ltx-kernels-aot")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +41,10 @@ def instances():
 
 def test_there_is_one_text_of_each_kernel(project):
     assert not list(PROJECT.glob("include/**/*")), "copies of the headers"
-    for name, text in cuda.headers().items():
-        if name.startswith(("backends/", "ops/")):  # the ops and what they include
-            assert (project / "include" / name).read_text() == text
+    headers = {n: t for n, t in cuda.headers().items() if n in package.sources()}
+    assert headers
+    for name, text in headers.items():
+        assert (project / "include" / name).read_text() == text
     for file in PROJECT.glob("cuda/*"):
         assert "__device__" not in file.read_text(), f"{file.name} has device code of its own"
 
@@ -121,11 +123,28 @@ def test_build_toml_names_files_that_are_there(project, instances):
 
 def test_the_hand_written_part_names_no_op_and_no_family(instances):
     """What is generated needs no list to be kept: see test_new_op.py."""
-    parts = ("build.toml", "setup.py", "cuda", "torch-ext", "python")
-    files = [f for p in parts for f in (PROJECT / p, *(PROJECT / p).rglob("*")) if f.is_file()]
+    parts = [PROJECT / p for p in ("build.toml", "cuda", "torch-ext")]
+    parts += [AOT / "setup.py", AOT / "python"]
+    files = [f for p in parts for f in (p, *p.rglob("*")) if f.is_file()]
     for file in (f for f in files if f.suffix != ".pyc"):
         words = set(re.findall(r"[a-z]+", file.read_text().lower()))
         assert not words & {*instances, *(op.name for op in OPS)}, file
+
+
+def test_what_kernel_builder_writes_is_not_there_before(project):
+    """`kernel-builder create-pyproject` stops where one of its own files exists."""
+    made = ("setup.py", "pyproject.toml", "CMakeLists.txt", "torch-ext/registration.h")
+    for file in (*made, f"torch-ext/{package.PYTHON_NAME}/_ops.py"):
+        assert not (PROJECT / file).exists(), file
+        assert not (project / file).exists(), file
+
+
+def test_a_build_without_kernel_builder_has_its_header_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    made = extension.plan(PROJECT, tmp_path)
+    assert made.archs == ("9.0",)
+    assert (tmp_path / "torch-ext" / "registration.h").read_text() == build_files.REGISTRATION
+    assert all(p.is_file() for p in made.sources)
 
 
 def test_every_op_is_registered_with_torch_library():

@@ -34,6 +34,13 @@ def ltx():
     return model, preset.inputs(tiny=True, dtype=torch.float32)
 
 
+def flux():
+    preset = presets()["flux-dev"]
+    model = preset.build(tiny=True, dtype=torch.float32)
+    del model.transformer_blocks[1:], model.single_transformer_blocks[1:]
+    return model, preset.inputs(tiny=True, dtype=torch.float32)
+
+
 def kernelized(model, package, mode):
     return hub.kernelize(copy.deepcopy(model), mode=mode, package=package, device="cpu")
 
@@ -66,6 +73,35 @@ def test_a_kernelized_model_equals_the_injected_one(package, replaced, make, cla
     if mode == COMPILED:
         model = torch.compile(model, fullgraph=True, backend="eager")
     assert same(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("mode", [INFERENCE, COMPILED], ids=["eager", "compiled"])
+def test_the_blocks_of_flux_compute_what_they_did(package, replaced, mode):
+    """Not bit for bit what injection does, which also splits a GEMM."""
+    model, inputs = flux()
+    expected = run(model, inputs)
+    ours = kernelized(model, package, mode)
+    blocks = {"FluxTransformerBlock", "FluxSingleTransformerBlock", "FluxAttention"}
+    assert blocks <= replaced(ours)
+    runs = torch.compile(ours, fullgraph=True, backend="eager") if mode == COMPILED else ours
+    torch.testing.assert_close(run(runs, inputs), expected, rtol=1e-5, atol=1e-5)
+    if mode == INFERENCE:
+        for each in (model, ours):
+            each(**inputs)[0].square().mean().backward()
+        for own, new in zip(model.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, new.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_what_flux_attention_cannot_fuse_its_own_forward_computes(package):
+    model, _ = flux()
+    attn = model.transformer_blocks[0].attn
+    rows, text = (torch.randn(1, n, attn.query_dim) for n in (4, 3))
+    own = attn(rows, text)
+    seen = []
+    attn.norm_q.register_forward_hook(lambda *a: seen.append(1))
+    got = layers.FluxAttention.forward(attn, rows, text)
+    assert seen
+    assert all(torch.equal(g, o) for g, o in zip(got, own, strict=True))
 
 
 def test_classes_are_named_only_while_kernelize_runs(package):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,39 @@ from kernelwright.hub import package as packaging
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import registry
 
+PROJECT = Path(__file__).resolve().parents[2] / "hub" / "ltx-kernels"
+
 
 def test_it_has_a_variant_for_each_kind_of_machine(package):
     found = {p.name: json.loads((p / "metadata.json").read_text()) for p in _variants(package)}
     assert set(found) == {"torch-cuda", "torch-rocm", "torch-cpu", "torch-universal"}
     assert {v: m["backend"]["type"] for v, m in found.items()} == packaging.VARIANTS
     assert len({m["id"] for m in found.values()}) == len(found)
+
+
+def test_kernels_itself_finds_its_digest_right_and_its_version_alpha(package):
+    from kernels._rust import Digest, DigestValidationError, Metadata
+
+    for variant in _variants(package):
+        metadata = Metadata.read_from_file(variant / "metadata.json")
+        assert metadata.version == 0
+        now = Digest.hash_variant(metadata.digest.algorithm, variant)
+        assert metadata.digest.files == now.files
+        metadata.digest.validate(now)
+    file = variant / "__init__.py"
+    text = file.read_text()
+    try:
+        file.write_text(text + "\n")
+        with pytest.raises(DigestValidationError, match=r"__init__\.py"):
+            metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, variant))
+    finally:
+        file.write_text(text)
+
+
+def test_kernels_takes_its_build_toml():
+    from kernels._rust import Build
+
+    assert [str(b) for b in Build.open(PROJECT).general.backends] == ["cuda"]
 
 
 def test_the_same_ops_make_the_same_package(package, tmp_path):
@@ -41,10 +69,11 @@ def test_get_local_kernel_takes_the_folder_its_build_and_a_variant(package, kern
 
 
 def test_get_kernel_takes_it_through_local_kernels(package, kernel, monkeypatch):
-    from kernels import get_kernel
+    from kernels import get_kernel, has_kernel
 
     monkeypatch.setenv("LOCAL_KERNELS", f"kernelwright/ltx-kernels={package}")
-    assert get_kernel("kernelwright/ltx-kernels", version=1) is kernel
+    assert has_kernel("kernelwright/ltx-kernels", version=0)
+    assert get_kernel("kernelwright/ltx-kernels", version=0) is kernel
 
 
 def test_it_offers_every_public_op(kernel):
@@ -127,16 +156,13 @@ def test_a_build_that_cannot_be_made_says_why_in_one_line(tmp_path, arguments, s
 
 def test_kernels_benchmark_runs_on_it(package, monkeypatch):
     """What `kernels benchmark hub/ltx-kernels` does, with the package built into that folder."""
-    from pathlib import Path
-
     from kernels.cli import benchmark
 
-    project = Path(__file__).resolve().parents[2] / "hub" / "ltx-kernels"
     results, _ = benchmark.run_benchmark_script(
-        project / "benchmarks" / "benchmark.py",
+        PROJECT / "benchmarks" / "benchmark.py",
         iterations=1,
         warmup=0,
-        cwd=project,
+        cwd=PROJECT,
         repo_id=str(package),
         is_local=True,
         revision="local",

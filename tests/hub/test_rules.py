@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from kernelwright import hub
 from kernelwright.cli import app
+from kernelwright.hub.digest import seal
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def copied(package, tmp_path):
         (place / name).write_text("\n".join(lines) + "\n")
     (place / "layers" / "__init__.py").touch()
     (place / "__init__.py").write_text("__all__ = ['f']\n")
+    seal(place)
     assert hub.check(place.parents[1], load=False) == []
     return place
 
@@ -74,6 +76,9 @@ LAYER = "class Mine(nn.Module):\n    can_torch_compile = True\n    {}\n"
         (edit(name="ltx_kernels"), "name 'ltx_kernels' is refused"),
         (edit(id="ltx-kernels"), "id 'ltx-kernels' is refused"),
         (edit(version="1"), "version is '1'"),
+        (edit(version=-1), "version is -1"),
+        (edit(digest=None), "no 'digest'"),
+        (edit(digest={"algorithm": "md5", "files": {}}), "no digest with algorithm 'sha256'"),
         (edit(license=None), "no 'license'"),
         (edit(backend={"type": "triton"}), "backend is 'triton'"),
         (edit(python_depends=["triton"]), "python-depends names 'triton'"),
@@ -94,12 +99,30 @@ LAYER = "class Mine(nn.Module):\n    can_torch_compile = True\n    {}\n"
 )
 def test_what_the_hub_would_refuse_is_one_line_with_its_fix(copied, change, says):
     change(copied)
+    metadata = copied / "metadata.json"
+    if "digest" not in says and metadata.is_file() and "no JSON" not in says:
+        seal(copied)  # the digest is right, the rest is not
     failures = hub.check(copied.parents[1], load=False)
     assert len(failures) == 1, failures
     line = str(failures[0])
     assert says in line
     assert "\n" not in line
     assert failures[0].fix
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (append("ops/op.py", "pass"), "ops/op.py has other content than its hash says"),
+        (lambda variant: (variant / "more.json").write_text("{}"), "more.json is on disk and not"),
+        (remove("layers/norms.py"), "layers/norms.py is in the digest and not on disk"),
+    ],
+)
+def test_a_file_that_the_digest_does_not_know_is_refused(copied, change, says):
+    change(copied)
+    (failure,) = hub.check(copied.parents[1], load=False)
+    assert says in str(failure)
+    assert "build the package again" in failure.fix
 
 
 def test_two_variants_of_one_name_are_refused(copied):
@@ -111,5 +134,6 @@ def test_two_variants_of_one_name_are_refused(copied):
 def test_a_package_that_fails_to_load_is_refused(copied):
     edit(id="_ltx_kernels_that_fails")(copied)
     append("__init__.py", "raise RuntimeError('not today')")(copied)
+    seal(copied)
     (failure,) = hub.check(copied.parents[1])
     assert "RuntimeError: not today" in failure.problem

@@ -118,7 +118,7 @@ def test_offline_it_says_so_and_the_op_keeps_its_own(monkeypatch):
     def unreachable(*args, **kwargs):
         raise ValueError("could not verify the publisher") from ConnectionError("no route")
 
-    monkeypatch.setattr(kernels, "get_kernel", unreachable)
+    monkeypatch.setattr(kernels, "has_kernel", unreachable)
     run = CliRunner().invoke(app, ["hub", "use", f"{ACTIVATION}@v1", "--json"])
     assert run.exit_code == 1
     # the progress bar is on stderr
@@ -126,6 +126,18 @@ def test_offline_it_says_so_and_the_op_keeps_its_own(monkeypatch):
     assert used["serves"] == []
     assert used["refused"]["swiglu"] == "offline: the Hub cannot be reached; the op keeps its own"
     assert torch.equal(kw.swiglu(torch.zeros(1, 2)), torch.zeros(1, 1))
+
+
+def test_a_kernel_without_a_build_for_this_machine_is_not_downloaded(monkeypatch):
+    import kernels
+
+    asked = []
+    monkeypatch.setattr(kernels, "has_kernel", lambda *a, **how: asked.append(how))
+    monkeypatch.setattr(kernels, "get_kernel", None)
+    used = hub.use(ACTIVATION, version=1, device="cpu")
+    assert f"no build for torch {torch.__version__}" in used.refused["swiglu"]
+    CliRunner().invoke(app, ["hub", "use", f"{ACTIVATION}@v1", "--trust-remote-code"])
+    assert [how["trust_remote_code"] for how in asked] == [False, True]
 
 
 @pytest.mark.parametrize(

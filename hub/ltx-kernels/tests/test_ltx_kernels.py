@@ -20,7 +20,7 @@ if REPOSITORY not in os.environ.get("LOCAL_KERNELS", ""):
 
 @pytest.fixture(scope="module")
 def ltx():
-    return get_kernel(REPOSITORY, version=1)
+    return get_kernel(REPOSITORY, version=0)
 
 
 @pytest.mark.kernels_ci

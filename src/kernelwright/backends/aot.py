@@ -1,7 +1,8 @@
 """CUDA C++ kernels compiled ahead of time: the launches of `cuda.py` with kernels from a library.
 
-The library (`hub/ltx-kernels`) holds instances of the templates in the `.cuh` files, each under the
-text of its `CudaLaunch.template`. An instance that is not in it cannot run: nothing is compiled.
+The library (`hub/ltx-kernels-aot`) holds instances of the templates in the `.cuh` files, each under
+the text of its `CudaLaunch.template`. An instance that is not in it cannot run: nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .launch import Unsupported, installed
 if TYPE_CHECKING:
     from .cuda import CudaLaunch
 
-# the module that `pip install ./hub/ltx-kernels` installs
+# the module that `pip install ./hub/ltx-kernels-aot` installs
 MODULE = "ltx_kernels_aot"
 _connected: list[Any] = []
 
@@ -37,7 +38,7 @@ def problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if not _connected and not installed(MODULE):
-        return "its library is not built (pip install --no-build-isolation ./hub/ltx-kernels)"
+        return "its library is not built (pip install --no-build-isolation ./hub/ltx-kernels-aot)"
     try:
         _launcher()
     except (ImportError, OSError, AttributeError) as error:

@@ -88,7 +88,7 @@ def source(
 ) -> None:
     """Write the complete CUDA source project for kernel-builder and Nix.
 
-    To build it here with nvcc instead: `pip install --no-build-isolation ./hub/ltx-kernels`.
+    To build it here with nvcc instead: `pip install --no-build-isolation ./hub/ltx-kernels-aot`.
     """
     from ..hub import extension
 
@@ -105,6 +105,12 @@ def use(
     repositories: Annotated[
         list[str], typer.Argument(help="Kernels, such as kernels-community/activation@v1.")
     ],
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Also load from publishers that the Hub does not trust."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Try kernels from the Hub: which of our ops each could run here, and why not others.
@@ -120,7 +126,13 @@ def use(
         if not version.lstrip("v").isdigit():
             _stop("use", f"{named}: name its version, as in {repository}@v1")
         try:
-            tried.append(hub.use(repository, version=int(version.lstrip("v"))))
+            tried.append(
+                hub.use(
+                    repository,
+                    version=int(version.lstrip("v")),
+                    trust_remote_code=trust_remote_code,
+                )
+            )
         except ValueError as error:
             _stop("use", str(error))
     if as_json:
@@ -139,7 +151,7 @@ def bench(
 ) -> None:
     """Time the host side of a call: the compiled library, Triton, NVRTC and F.rms_norm.
 
-    Needs a GPU and the library: `pip install --no-build-isolation ./hub/ltx-kernels`.
+    Needs a GPU and the library: `pip install --no-build-isolation ./hub/ltx-kernels-aot`.
     """
     from ..hub import host_time
 

@@ -47,10 +47,7 @@ def build_files(
 ) -> dict[str, str]:
     """Every generated file by its path. `headers` are the texts that kernels may include, `toml` is
     the hand-written part of build.toml."""
-    files = {
-        "torch-ext/registration.h": REGISTRATION,
-        "cuda/families.h": families_header(families),
-    }
+    files = {"cuda/families.h": families_header(families)}
     sections = [toml.rstrip() + "\n"]
     for family, launches in families.items():
         sources = sorted({launch.source for launch in launches})

@@ -1,6 +1,7 @@
 """The kernels compiled ahead of time: which instances, their source project, and their Hub variant.
 
-`hub/ltx-kernels` holds what is written by hand and names no op. The rest is generated when it is
+`hub/ltx-kernels` holds what is written by hand and names no op; kernel-builder writes its setup.py.
+`hub/ltx-kernels-aot` compiles the same without kernel-builder. The rest is generated when it is
 built: the instances, which are the launches that the declared cases need, the files that compile
 them, and copies of the package's `.cuh` files, so that there is one text of each kernel.
 """
@@ -26,7 +27,8 @@ from ..ops.case import Inputs
 from ..ops.op import Op, registry
 from ..ops.plan import Call
 from . import package
-from .build_files import ARCHS, INCLUDE, build_files
+from .build_files import ARCHS, INCLUDE, REGISTRATION, build_files
+from .digest import seal
 
 if TYPE_CHECKING:
     from ..backends.cuda import CudaLaunch
@@ -73,6 +75,8 @@ class Extension:
 def plan(project: Path, out: Path, cases: str = "models") -> Extension:
     """Write the source project to `out`; returns what to compile."""
     written = export(project, out, cases)
+    # kernel-builder writes this file itself, and stops where there is one
+    written.append(_write(out / "torch-ext" / "registration.h", REGISTRATION))
     text = {str(p.relative_to(out)): p.read_text() for p in written if p.suffix != ".md"}
     name = package.identity(text, "aot")
     # not all that is in `out`: an earlier build may have left the file of a removed op
@@ -179,6 +183,7 @@ def assemble(library: Path, out: Path, made: Extension) -> Path:
     operators = COMPILED_OPS.format(id=name, library=library.name, namespace=made.name)
     (place / "_ops.py").write_text(operators)
     (place / "metadata.json").write_text(package.metadata(name, "cuda", made.archs))
+    seal(place)
     return place
 
 

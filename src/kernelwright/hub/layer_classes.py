@@ -9,6 +9,7 @@ from ..inject.identify import norm_kinds
 from ..inject.identify.source import fingerprint
 from ..inject.recipes import llama
 from ..inject.recipes._recipe import full_name, recipes
+from .layers.exact import is_torch_gelu
 from .layers.gated import gelu_form
 from .layers.rotary import turned
 
@@ -23,6 +24,10 @@ TRANSFORMERS = {
     "NewGELU": "GeluTanh",
     "FastGELU": "GeluTanh",
 }
+# the same names, and the layers that keep the bits of eager
+EXACT = {"RMSNorm": "ExactRMSNorm", "GeLU": "ExactGeLU", "GeluTanh": "ExactGeluTanh"}
+# a norm and the feed-forward after it, which transformers fuses into one module on request
+FUSED_MLP = "RMSNormSwiGLUMLP"
 # transformers gives its feed-forwards no layer names: they are recognised by LlamaMLP's code
 MLPS = ("SwiGLUMLP", "GemmaMLP")
 # our layers, and the class that each replaces
@@ -42,6 +47,11 @@ CLASSES = {
         "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock"
     ),
     "LTXAttention": "diffusers.models.transformers.transformer_ltx.LTXAttention",
+    "FluxTransformerBlock": "diffusers.models.transformers.transformer_flux.FluxTransformerBlock",
+    "FluxSingleTransformerBlock": (
+        "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock"
+    ),
+    "FluxAttention": "diffusers.models.transformers.transformer_flux.FluxAttention",
 }
 NORMS = ("DiffusersRMSNorm", "TorchRMSNorm", "LayerNorm")
 
@@ -71,6 +81,8 @@ def _mlp_of(module: nn.Module) -> str | None:
 def is_served(name: str, module: nn.Module) -> bool:
     """Whether our layer computes what this module, named so by transformers, computes: Gemma's norm
     is named RMSNorm too, but multiplies by `1 + weight`."""
+    if name == FUSED_MLP:
+        return True
     if name == "RMSNorm":
         norm = norm_kinds.describe(module)
         return isinstance(norm, norm_kinds.Norm) and (norm.kind, norm.eps) == (
@@ -80,6 +92,16 @@ def is_served(name: str, module: nn.Module) -> bool:
     if name == "rotary_pos_emb":
         return turns_as_llama(module)
     return gelu_form(module) == ("none" if name == "GeLU" else "tanh")
+
+
+def keeps_bits(name: str, module: nn.Module) -> bool:
+    """Whether our exact layer has the bits of this module, named so by transformers."""
+    if not is_served(name, module):
+        return False
+    if name == "RMSNorm":
+        norm = norm_kinds.describe(module)
+        return isinstance(norm, norm_kinds.Norm) and norm.chain == "transformers"
+    return is_torch_gelu(module, name == "GeluTanh")
 
 
 def turns_as_llama(function: nn.Module) -> bool:

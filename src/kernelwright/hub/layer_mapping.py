@@ -33,10 +33,13 @@ def mapping(
     *,
     repo_id: str = REPOSITORY,
     version: int = VERSION,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool | list[str] = False,
 ) -> dict[str, dict[str, Any]]:
     """The mapping for `kernels.kernelize`: from `package`, a folder that `build` wrote, or from the
     Hub. Every layer serves every mode: all compile without a graph break and have gradients.
+
+    `kernels` loads nothing from a publisher that the Hub does not list as trusted, unless
+    `trust_remote_code` is True or a list with `repo_id`.
     """
     require()
     from kernels import LayerRepository, LocalLayerRepository

@@ -5,8 +5,9 @@
 
 Nothing is compiled: Triton and the PyTorch reference run wherever torch does, and the CUDA C++
 headers are included for machines that have NVRTC. The id in metadata.json names the module and its
-torch.ops namespace. It holds a digest of the files, so two versions of the package, or the package
-and an installed kernelwright, can be loaded in one process.
+torch.ops namespace. It ends in a hash of the files, so two versions of the package, or the package
+and an installed kernelwright, can be loaded in one process. The digest there lists the hash of each
+file.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .digest import seal
+
 NAME = "ltx-kernels"
 PYTHON_NAME = NAME.replace("-", "_")
-VERSION = 1
+# the Hub's convention: 0 while the API may still change
+VERSION = 0
 LICENSE = "MIT"
 KERNELWRIGHT = Path(__file__).resolve().parents[1]
 # variants and the backend in their metadata; torch-universal loads everywhere
@@ -106,6 +110,7 @@ def write(place: Path, files: Mapping[str, str], backend: str, variant: str) -> 
             file = made / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
+        seal(made)
         if place.exists():
             shutil.rmtree(place)
         made.rename(place)

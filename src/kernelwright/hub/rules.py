@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .digest import differences
+
 NOARCH = r"torch-(cuda|rocm|xpu|metal|cpu|npu|neuron|tpu|universal)"
 COMPILED = (
     r"torch(-stable-abi)?\d+(-cxx11|-cxx98)?-(cu\d+|rocm\d+|xpu\d+|metal|cpu|cann\d+)-"
@@ -67,7 +69,7 @@ def check(folder: Path, load: bool = True) -> list[Failure]:
         for file in sorted(variant.rglob("*.py")):
             failures += _python(file, variant)
     # load only a package whose files are right
-    return failures or (_loads(folder) if load else [])
+    return failures or (_loads(folder, found) if load else [])
 
 
 def variants(folder: Path) -> list[Path]:
@@ -113,20 +115,26 @@ def _metadata(variant: Path) -> tuple[dict[str, Any], list[Failure]]:
         if not right:
             wrong.append(Failure(where, problem, fix))
 
-    for key in ("name", "id", "version", "license", "python-depends", "backend"):
+    for key in ("name", "id", "version", "license", "python-depends", "backend", "digest"):
         hold(key in read, f"no {key!r}", "add it")
     name, ident, version = read.get("name", "aa"), read.get("id", "a"), read.get("version", 1)
     fix = "use small letters, digits and dashes"
     hold(bool(NAME.fullmatch(str(name))), f"name {name!r} is refused", fix)
     fix = "it becomes a module and a torch.ops namespace: use a Python identifier"
     hold(str(ident).isidentifier(), f"id {ident!r} is refused", fix)
-    hold(type(version) is int and version > 0, f"version is {version!r}", "count from 1")
+    fix = "use an integer: 0 for alpha and beta, then count from 1"
+    hold(type(version) is int and version >= 0, f"version is {version!r}", fix)
     for depends in read.get("python-depends", ()):
         fix = "leave it out; torch brings triton" if depends == "triton" else "leave it out"
         hold(depends in PYTHON_DEPENDS, f"python-depends names {depends!r}", fix)
     backend = read.get("backend", {"type": "cuda"})
     kind = backend.get("type") if isinstance(backend, dict) else backend
     hold(kind in BACKENDS, f"backend is {kind!r}", f"use one of {', '.join(BACKENDS)}")
+    if isinstance(stated := read.get("digest"), dict):
+        for problem in differences(variant, stated):
+            hold(False, problem, "build the package again, or `kernel-builder hash` it")
+    elif "digest" in read:
+        hold(False, "digest is no object", "build the package again, or `kernel-builder hash` it")
     return read, wrong
 
 
@@ -188,7 +196,9 @@ def _namespace(node: ast.Call, where: str) -> Iterator[Failure]:
 
 
 def _is_layer(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
+    is_module = any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
+    # transformers constructs a layout: it has parameters
+    return is_module and not node.name.endswith("Layout")
 
 
 def _layer(node: ast.ClassDef, where: str) -> Iterator[Failure]:
@@ -213,12 +223,18 @@ def _layer(node: ast.ClassDef, where: str) -> Iterator[Failure]:
         yield Failure(where, f"{node.name} does not say whether it compiles", fix)
 
 
-def _loads(folder: Path) -> list[Failure]:
+def _loads(folder: Path, found: list[Path]) -> list[Failure]:
     if find_spec("kernels") is None:
         fix = "pip install 'kernelwright[hub]'"
         return [Failure(folder.name, "not loaded: the package `kernels` is not there", fix)]
     from kernels import get_local_kernel
 
+    for variant in found:
+        try:
+            _read_by_kernels(variant)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            return [Failure(variant.name, f"kernels: {reason}", "build the package again")]
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         module = get_local_kernel(folder)
@@ -231,3 +247,12 @@ def _loads(folder: Path) -> list[Failure]:
     if not getattr(module, "__all__", None):
         return [Failure(folder.name, "no __all__", "list the functions that users may call")]
     return []
+
+
+def _read_by_kernels(variant: Path) -> None:
+    """Have `kernels` itself read the metadata and compare the digest, as it does when it verifies
+    a signature; raises what it finds."""
+    from kernels._rust import Digest, Metadata
+
+    stated = Metadata.read_from_file(variant / "metadata.json").digest
+    stated.validate(Digest.hash_variant(stated.algorithm, variant))

@@ -45,13 +45,14 @@ def use(
     *,
     version: int | None = None,
     revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool | list[str] = False,
     device: str | None = None,
 ) -> Use:
     """Let a kernel on the Hub serve our ops: kernels-community/activation, .../flash-attn3, ...
 
     Calls with backend None then go to it where it can take them, and with backend="hub" to nothing
-    else. A kernel that cannot be loaded changes nothing: the reason is in `refused`.
+    else. A kernel that cannot be loaded changes nothing: the reason is in `refused`. A publisher
+    that the Hub does not list as trusted needs `trust_remote_code`, True or a list of repositories.
     """
     if repo_id not in ADAPTERS:
         known = ", ".join(sorted(ADAPTERS))
@@ -60,11 +61,12 @@ def use(
     adapters = ADAPTERS[repo_id]
     try:
         require()
-        from kernels import get_kernel
+        from kernels import get_kernel, has_kernel
 
-        kernel = get_kernel(
-            repo_id, version=version, revision=revision, trust_remote_code=trust_remote_code
-        )
+        which = {"version": version, "revision": revision, "trust_remote_code": trust_remote_code}
+        if not has_kernel(repo_id, **which):
+            raise FileNotFoundError(f"no build for torch {torch.__version__} on this machine")
+        kernel = get_kernel(repo_id, **which)
     except Exception as error:  # no network, no build for this torch, not trusted, its own
         reason = _unavailable(error)
         return Use(name, refused={a.op: f"{reason}; the op keeps its own" for a in adapters})

@@ -1,7 +1,8 @@
 """Layers of the Hub kernel `ltx-kernels`, for `kernels.kernelize`.
 
 A layer has no state and no constructor: `kernelize` puts its `forward` on a module of the model,
-whose weights it reads. Layers compute in float32 and round once. Where a kernel would skip
+whose weights it reads. Layers compute in float32 and round once, but for those named Exact, which
+have the bits of eager PyTorch. Where a kernel would skip
 something (an adapter, a hook, another class, mixed dtypes), the module's own code runs.
 """
 
@@ -12,6 +13,9 @@ from .adaptive import (
     AdaLayerNormZeroSingle,
     SD35AdaLayerNormZeroX,
 )
+from .exact import ExactGeLU, ExactGeluTanh, ExactRMSNorm
+from .flux import FluxAttention, FluxSingleTransformerBlock, FluxTransformerBlock
+from .fused_mlp import RMSNormSwiGLUMLP
 from .gated import (
     GEGLU,
     GEGLUMLP,
@@ -36,6 +40,12 @@ __all__ = [
     "AdaLayerNormZero",
     "AdaLayerNormZeroSingle",
     "DiffusersRMSNorm",
+    "ExactGeLU",
+    "ExactGeluTanh",
+    "ExactRMSNorm",
+    "FluxAttention",
+    "FluxSingleTransformerBlock",
+    "FluxTransformerBlock",
     "GeLU",
     "GeluAndMul",
     "GeluTanh",
@@ -45,6 +55,7 @@ __all__ = [
     "LTXVideoTransformerBlock",
     "LayerNorm",
     "RMSNorm",
+    "RMSNormSwiGLUMLP",
     "RotaryPosEmb",
     "SD35AdaLayerNormZeroX",
     "SiluAndMul",

@@ -50,15 +50,9 @@ class LTXVideoTransformerBlock(nn.Module):
             image_rotary_emb=None,
             attention_mask=encoder_attention_mask,
         )
-        known = plain(self.norm2, hidden_states, crossed, scale_ff, shift_ff)
-        if known is None:
-            hidden_states = hidden_states + crossed
-            rows = norm_modulate(self.norm2, hidden_states, scale_ff, shift_ff)
-        else:
-            kind, weight, bias, eps = known
-            rows, hidden_states = gated_residual_norm(
-                hidden_states, crossed, None, weight, bias, scale_ff, shift_ff, kind, eps
-            )
+        rows, hidden_states = gated_norm_modulate(
+            self.norm2, hidden_states, crossed, None, scale_ff, shift_ff
+        )
         return gated(hidden_states, self.ff(rows), gate_ff)
 
 
@@ -144,6 +138,18 @@ def alike(q: Any, k: Any) -> bool:
         return False
     same = q[0] == k[0] == "rms" and q[3] == k[3]
     return same and (q[1] is None) == (k[1] is None)
+
+
+def gated_norm_modulate(
+    norm: Any, residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    """s = residual + gate * x;  norm(s) * (1 + scale) + shift, and s"""
+    known = plain(norm, residual, x, scale, shift)
+    if known is None or (gate is not None and gate.dtype != x.dtype):
+        total = residual + x if gate is None else gated(residual, x, gate)
+        return norm_modulate(norm, total, scale, shift), total
+    kind, weight, bias, eps = known
+    return gated_residual_norm(residual, x, gate, weight, bias, scale, shift, kind, eps)
 
 
 def gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Builds the kernels with nvcc and torch, without Nix.
+"""Compiles the kernels of ../ltx-kernels with nvcc and torch, without kernel-builder and Nix.
 
-    pip install --no-build-isolation ./hub/ltx-kernels    for kernelwright's backend "aot"
-    python setup.py build_kernel                          a Hub variant in build/
+    pip install --no-build-isolation ./hub/ltx-kernels-aot    for kernelwright's backend "aot"
+    python setup.py build_kernel                              a Hub variant in build/
 
 TORCH_CUDA_ARCH_LIST="9.0" builds for these GPUs only; without it, for all that the toolkit knows.
 LTX_KERNELS_CASES=all adds the shapes of the tests to those of the models.
@@ -16,6 +16,7 @@ import torch
 from setuptools import Command, setup
 
 HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parent / "ltx-kernels"
 CHECKOUT = HERE.parents[1] / "src"
 if CHECKOUT.is_dir():
     sys.path.insert(0, str(CHECKOUT))
@@ -32,7 +33,7 @@ if torch.version.cuda is None:
     sys.exit("this torch is built without CUDA: install the build for your CUDA toolkit first")
 
 SOURCE = HERE / "build" / "source"
-made = extension.plan(HERE, SOURCE, os.environ.get("LTX_KERNELS_CASES", "models"))
+made = extension.plan(PROJECT, SOURCE, os.environ.get("LTX_KERNELS_CASES", "models"))
 
 # a library of other kernels, left by an earlier build, must not be packed beside this one
 for library in (HERE / "build").glob("lib*/ltx_kernels_aot/_ltx_kernels_aot_*"):
