@@ -24,6 +24,7 @@ from .backends import installed
 from .errors import CannotRun
 from .inject import Report, inject, restore
 from .inject.verify.accuracy import error as error_against
+from .measure.cpu_caveat import CAVEAT
 from .measure.results import check_writable
 from .place import choose_device, choose_dtype
 from .video.settings import PROMPT
@@ -237,7 +238,7 @@ def page(result: Result) -> RenderableType:
         )
     lines: list[RenderableType] = [result.report, "", table]
     if result.device == "CPU":
-        lines.append("On the CPU the ops run in plain PyTorch: compare the bits, not the times.")
+        lines.append(CAVEAT)
     if result.saved:
         lines.append(f"Frames before and after: {result.saved}")
     return Group(*lines)

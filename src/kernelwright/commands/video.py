@@ -13,9 +13,11 @@ import typer
 from rich.console import Console
 
 from ..errors import BadSetting, CannotRun
+from ..measure.cpu_caveat import CAVEAT
 from ..video.settings import Settings, settings
 from . import video_options as option
-from .bench import JsonOption, OutOption
+from .command_line import spaced
+from .shared_options import Device, Dtype, JsonOption, OutOption
 
 COMPARED = "eager,exact+graphs"
 
@@ -42,15 +44,15 @@ def generate(
     graphs: option.Graphs = False,
     compile: option.Compile = False,
     warmup_iterations: option.Warmup = 0,
-    device: option.Device = None,
-    dtype: option.Dtype = None,
+    device: Device = None,
+    dtype: Dtype = None,
     as_json: JsonOption = False,
 ) -> None:
     """Generate a video with LTX-Video, and show how long each part took.
 
     With `--model Lightricks/LTX-Video`, or a folder, it is a real video. Without, the weights are
-    random: the video is noise, and the times are those of the real model. The kernels are injected,
-    and the frames have the bits of plain diffusers, unless options say otherwise.
+    random: the video is noise, and the times are those of the real model. By default the kernels
+    are injected as `exact`: the frames have the same bits as with plain diffusers.
     """
     with _one_line_errors("generate"):
         from ..progress import steps_shown
@@ -85,6 +87,7 @@ def generate(
     console = Console()
     console.print(f"{wanted}, {place['dtype']}, {place['device']}", highlight=False)
     console.print(compare.summary(measured))
+    _print_caveat(console, place)
     console.print(f"Written: {', '.join(written)}", highlight=False, soft_wrap=True)
 
 
@@ -92,8 +95,9 @@ def bench_video(
     config: Annotated[
         str | None,
         typer.Option(
-            help="What to compare, comma-separated: eager, compile, exact, exact+graphs, fused, "
-            f"fused+graphs, fused+compile, ... Eager always runs. ({COMPARED})"
+            show_default=spaced(COMPARED),
+            help="What to compare, comma-separated: eager, compile; exact, fused or fp8, alone or "
+            "with +graphs, +compile or both. Eager always runs.",
         ),
     ] = None,
     prompt: option.Prompt = None,
@@ -118,17 +122,17 @@ def bench_video(
     graphs: option.Graphs = False,
     compile: option.Compile = False,
     warmup_iterations: option.Warmup = 2,
-    device: option.Device = None,
-    dtype: option.Dtype = None,
+    device: Device = None,
+    dtype: Dtype = None,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time LTX-Video from prompt to frames: eager, torch.compile, injected, and combinations.
 
-    Every configuration starts from the same seed, and its last latents are compared with eager's;
-    a second run of eager shows what differs without any kernel. A configuration that promises
-    eager's bits and does not give them gets no time, and the command exits with 1. Name
-    configurations with `--config`, or one to compare with eager with the options of `generate`.
+    Eager is plain diffusers. Every configuration starts from the same seed, and its last latents
+    are compared with eager's; a second run of eager shows what differs without any kernel. A
+    configuration that promises eager's bits and does not give them gets no time, and the command
+    exits with 1. Name configurations with `--config`, or one with the options of `generate`.
     """
     with _one_line_errors("bench video"):
         from ..measure import results
@@ -184,6 +188,7 @@ def bench_video(
         console.print(compare.table(rows, f"{wanted}, {place['dtype']}, {place['device']}"))
         for remark in compare.remarks(rows):
             console.print(remark, highlight=False)
+        _print_caveat(console, place)
     raise typer.Exit(1 if any("failed" in row for row in rows) else 0)
 
 
@@ -220,6 +225,11 @@ def _pipeline(
         pipe = pipeline(model, tiny=tiny, dtype=kind, device=place)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     return pipe, {"device": name, "dtype": str(kind).removeprefix("torch.")}
+
+
+def _print_caveat(console: Console, place: dict[str, str]) -> None:
+    if place["device"] == "CPU":
+        console.print(CAVEAT, style="yellow")
 
 
 def _print_json(value: Any) -> None:

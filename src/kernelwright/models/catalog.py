@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import close_names
 from . import flux, hunyuan, image, image_llm, language, unet, video, video_audio
 from .preset import Preset
 
@@ -68,11 +68,8 @@ def preset(name: str) -> Preset:
 
 
 def suggestion(name: str) -> str:
-    """The presets whose names are similar to `name`, or all of them."""
-    near = difflib.get_close_matches(name, _by_name(), cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"there are {', '.join(_by_name())}"
+    """The presets whose names are similar to `name`, or the command that lists them."""
+    return close_names.suggestion(name, _by_name(), "kernelwright models")
 
 
 @cache

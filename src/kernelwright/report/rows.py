@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RANDOM = "random weights"
+CPU = "CPU"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Environment:
 
     @property
     def device(self) -> str:
-        return self.gpu or "CPU"
+        return self.gpu or CPU
 
 
 @dataclass(frozen=True)
