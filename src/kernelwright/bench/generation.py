@@ -210,6 +210,6 @@ def run(
                 rows.append(row | {"device": at.type})
                 progress.advance(task)
                 if out is not None:
-                    results.write(out, "models", rows, environment=environment_of(at))
+                    results.write(out, "generation", rows, environment=environment_of(at))
             _fresh()
     return rows

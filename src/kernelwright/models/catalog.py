@@ -72,10 +72,26 @@ def suggestion(name: str) -> str:
     return close_names.suggestion(name, _by_name(), "kernelwright models")
 
 
+FAMILIES = {
+    "Video": (video, hunyuan, video_audio),
+    "Image": (flux, image, image_llm),
+    "U-Net": (unet,),
+    "Language": (language,),
+}
+
+
+def family_of(name: str) -> str:
+    """What kind of model a preset is: "Video", "Image", "U-Net", "Language"; "Other" if none."""
+    for family, files in FAMILIES.items():
+        if any(preset.name == name for file in files for preset in file.PRESETS):
+            return family
+    return "Other"
+
+
 @cache
 def _by_name() -> dict[str, Preset]:
-    families = (video, hunyuan, video_audio, flux, image, image_llm, unet, language)
-    return {preset.name: preset for family in families for preset in family.PRESETS}
+    files = (file for family in FAMILIES.values() for file in family)
+    return {preset.name: preset for file in files for preset in file.PRESETS}
 
 
 def table() -> Any:

@@ -124,6 +124,9 @@ def _rows(file: Results) -> Iterator[tuple[tuple[Any, ...], Reading]]:
         figures = _known({"ms": t.ms, "GiB": t.peak_gib})
         name = f"training {t.title} {t.config}"
         yield t.key, Reading(name, figures, equal=t.equal, missing=t.failed)
+    for g in file.generation:
+        figures = _known({"ms/token": g.ms, "first token ms": g.first_token_ms})
+        yield g.key, Reading(f"{g.title} {g.config}", figures, equal=g.equal, missing=g.failed)
     for v in file.video:
         if v.config != CONTROL:
             figures = _known({"total s": v.total_s, "step s": v.step_s, "GiB": v.gib})
