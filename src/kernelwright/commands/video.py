@@ -39,7 +39,8 @@ def generate(
     seed: option.Seed = Settings.seed,
     batch_size: option.BatchSize = Settings.batch,
     fps: option.Fps = Settings.fps,
-    use_optimized_kernels: option.Optimized = None,
+    use_optimized_kernels: option.Optimized = False,
+    no_optimized_kernels: option.Plain = False,
     numerics: option.Numerics = None,
     graphs: option.Graphs = False,
     compile: option.Compile = False,
@@ -72,7 +73,8 @@ def generate(
             fps=fps,
             warmup_iterations=warmup_iterations,
         )
-        way = ways.one_way(use_optimized_kernels, numerics, graphs, compile)
+        optimized = _optimized(use_optimized_kernels, no_optimized_kernels)
+        way = ways.one_way(optimized, numerics, graphs, compile)
         files = write.video_paths(output, wanted.batch, gif=gif)
         for path in (path for paths in files for path in paths):
             write.check_output(path)
@@ -117,7 +119,8 @@ def bench_video(
     seed: option.Seed = Settings.seed,
     batch_size: option.BatchSize = Settings.batch,
     fps: option.Fps = Settings.fps,
-    use_optimized_kernels: option.Optimized = None,
+    use_optimized_kernels: option.Optimized = False,
+    no_optimized_kernels: option.Plain = False,
     numerics: option.Numerics = None,
     graphs: option.Graphs = False,
     compile: option.Compile = False,
@@ -154,11 +157,12 @@ def bench_video(
             fps=fps,
             warmup_iterations=warmup_iterations,
         )
-        named = use_optimized_kernels is not None or numerics or graphs or compile
+        optimized = _optimized(use_optimized_kernels, no_optimized_kernels)
+        named = optimized is not None or numerics or graphs or compile
         if named and config is not None:
             raise BadSetting("--config", "name configurations here or by options, not both")
         if named:
-            compared = [ways.one_way(use_optimized_kernels, numerics, graphs, compile)]
+            compared = [ways.one_way(optimized, numerics, graphs, compile)]
         else:
             compared = ways.parse_ways(config or COMPARED)
         if output is not None:
@@ -190,6 +194,13 @@ def bench_video(
             console.print(remark, highlight=False)
         _print_caveat(console, place)
     raise typer.Exit(1 if any("failed" in row for row in rows) else 0)
+
+
+def _optimized(use: bool, plain: bool) -> bool | None:
+    """What two flags ask for; None for neither."""
+    if use and plain:
+        raise BadSetting("--no-optimized-kernels", "not together with --use-optimized-kernels")
+    return use or (False if plain else None)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer
 
 from ..video.settings import PROMPT, TINY, Settings
 
-KERNELS, WITHOUT = "Kernels", "With or without kernels"
+KERNELS = "Kernels"
 
 Model = Annotated[
     str | None,
@@ -50,12 +50,19 @@ Seed = Annotated[int, typer.Option(help="Seed of the initial noise.")]
 BatchSize = Annotated[int, typer.Option(help="Videos generated at once.")]
 Fps = Annotated[int, typer.Option(help="Frames per second.")]
 Warmup = Annotated[int, typer.Option(help="Short runs of 2 steps before the timed one.")]
+# two flags rather than one with a negation: side by side their names leave no room for words
 Optimized = Annotated[
-    bool | None,
+    bool,
     typer.Option(
-        "--use-optimized-kernels/--no-optimized-kernels",
-        help="Inject the kernels.",
-        rich_help_panel=WITHOUT,
+        "--use-optimized-kernels",
+        help="Inject the kernels: the default here, and in `bench video` beside eager.",
+        rich_help_panel=KERNELS,
+    ),
+]
+Plain = Annotated[
+    bool,
+    typer.Option(
+        "--no-optimized-kernels", help="Run plain diffusers instead.", rich_help_panel=KERNELS
     ),
 ]
 Numerics = Annotated[

@@ -54,7 +54,7 @@ def shortened(names: Sequence[str], width: int) -> list[str]:
     ['block….norm_q', 'block….norm_k', 'rope']
     """
     for room in range(width, max(map(len, names), default=0) + 1):
-        for head in range(room // 3, -1, -1):
+        for head in range(max(2, room // 3), 1, -1):
             cut = [_cut(name, room, head) for name in names]
             if len(set(cut)) == len(set(names)):
                 return cut
