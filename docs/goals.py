@@ -5,20 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from kernelwright.report.figures import Model, devices
+from kernelwright.report.goals import GOALS
 from kernelwright.report.reading import read
 from kernelwright.report.rows import ModelRow
 
 # how much faster than eager and than torch.compile: exact, fused; fp8 than eager
 HEAD = ("exact : eager", "exact : compile", "fused : eager", "fused : compile", "fp8 : eager")
-GOALS = {
-    "ltx-video 49f 768×512 batch 2": (1.65, 1.1, 1.85, 1.22, 2.4),
-    "ltx-video 25f 704×480 batch 2": (1.8, 1.15, 2.0, 1.25, 2.4),
-    "ltx-video 161f 768×512 batch 2": (1.4, 1.03, 1.5, 1.12, 1.75),
-    "flux-dev 1024×1024": (1.4, 1.05, 1.55, 1.2, 2.0),
-    "sd3.5-medium 1024×1024 batch 2": (1.6, 1.0, 1.85, 1.15, 2.0),
-    "wan-1.3b 81f 832×480": (1.2, 1.03, 1.25, 1.08, 1.4),
-    "llama-3-8b 4096 tokens": (1.3, 1.25, 1.35, 1.3, 1.9),
-}
 MEMORY = ("exact", "exact+graphs", "fused+graphs", "fp8+graphs")
 WITH_FA4 = {"wan-1.3b 81f 832×480": (1.35, 1.15)}
 

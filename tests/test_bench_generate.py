@@ -47,4 +47,4 @@ def test_other_logits_have_no_time(monkeypatch):
 def test_a_model_that_does_not_generate_is_named():
     result = invoke("ltx-video", *TINY)
     assert result.exit_code == 2
-    assert "'ltx-video' does not generate" in result.output
+    assert "'ltx-video' is no preset that generates text" in result.output

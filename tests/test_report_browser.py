@@ -39,6 +39,20 @@ FRAME = """<!doctype html><meta name="color-scheme" content="light dark">
     paper: page.getComputedStyle(page.document.body).backgroundColor,
     flat: all("svg.bar rect").filter(bar => !bar.getBoundingClientRect().height).length,
     bars: all("svg.bar rect").length,
+    // the first column stays where it is when the others move
+    loose: all(".scroll").filter(box => {
+      box.scrollLeft = 9999
+      const column = box.querySelector("td").getBoundingClientRect().left
+      const moved = Math.abs(column - box.getBoundingClientRect().left) > 1
+      box.scrollLeft = 0
+      return moved
+    }).length,
+    wide: all(".scroll").filter(box => box.scrollWidth > box.clientWidth).length,
+    shaded: all(".scroll").filter(box =>
+      page.getComputedStyle(box).backgroundImage.includes("gradient")).length,
+    ragged: all("td.figure").filter(cell =>
+      page.getComputedStyle(cell).textAlign != "right" ||
+      !page.getComputedStyle(cell).fontVariantNumeric.includes("tabular-nums")).length,
     hidden: all(".scroll").filter(box => {
       const first = box.querySelector("td")
       return first.getBoundingClientRect().width > box.getBoundingClientRect().width * 0.7
@@ -109,3 +123,6 @@ def test_the_page_opens_in_a_browser(folder, width, scheme):
     assert seen["bars"] > 100
     assert seen["flat"] == 0
     assert seen["hidden"] == 0
+    assert seen["loose"] == 0
+    assert seen["shaded"] >= seen["wide"] > 0
+    assert seen["ragged"] == 0

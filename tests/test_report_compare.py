@@ -46,6 +46,19 @@ def test_compare_exits_with_1_on_a_regression(written, new, code, said):
     assert said in result.output
 
 
+def test_compare_counts_rows(written):
+    """A row with several changes counts once, and rows that one run lacks are counted apart."""
+    old = written("models", *MODELS, model_row("fp8", 50.0), name="old.json")
+    worse = model_row("exact", 90.0, peak_gib=9.0)
+    new = [MODELS[0], worse, model_row("compile", 45.0, equal=False), model_row("fused", 70.0)]
+    result = invoke(old, written("models", *new), "--json")
+    found = json.loads(result.output)
+    counts = {name: found[name] for name in ("rows", "worse", "better", "lost", "added")}
+    assert counts == {"rows": 3, "worse": 1, "better": 1, "lost": 1, "added": 1}
+    told = "3 rows compared: 1 worse, 1 better, 1 within 3%; 1 only in OLD; 1 only in NEW"
+    assert told in invoke(old, written("models", *new)).output
+
+
 def test_compare_matches_ops_by_way_and_exact_rows_by_size(written):
     old = [written("ops", op_row(), name="old/o.json"), written("exact", exact_row())]
     slower = op_row(gpu_us=op_row()["gpu_us"] | {"triton": 18.0})

@@ -23,7 +23,7 @@ invoke = invoked(report)
     ("change", "said"),
     [
         ({"schema": 2}, "schema 2, this version reads 1"),
-        ({"kind": None}, "kind None is no name; known are models, training, ops, exact"),
+        ({"kind": None}, "kind None is no name; known are models, training"),
         ({"rows": ["soup"]}, "no rows"),
         ({"rows": []}, "no rows"),
         ({"environment": None}, "no environment"),

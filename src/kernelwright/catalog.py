@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import ops
+from .close_names import suggestion
 from .ops import checks
 from .ops.op import Composite, Op, registry
 
@@ -58,8 +58,7 @@ def entry(name: str) -> Entry:
     """One op; a KeyError that suggests the nearest names if there is none."""
     known = registry()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3) or sorted(known)
-        raise KeyError(f"there is no op {name!r}; did you mean {', '.join(near)}?")
+        raise KeyError(f"there is no op {name!r}; {suggestion(name, known, 'kernelwright ops')}")
     return _entry(known[name])
 
 

@@ -11,26 +11,40 @@ from rich.console import Console
 
 from .commands import bench, hub, skill, video
 from .commands.check import check
+from .commands.command_line import CommandLine, Group
 from .commands.new import new
 from .commands.profile import profile
 from .commands.report import compare, report
+from .commands.shared_options import DeviceOrCpu, JsonOption
 
-app = typer.Typer(
+START, MEASURE, EXTEND = "Start here", "Run and measure", "Write and publish kernels"
+
+
+class _Main(Group):
+    order = (
+        *("doctor", "demo", "models", "inspect", "ops"),
+        *("generate", "bench", "profile", "report", "compare"),
+    )
+
+
+app = CommandLine(
+    cls=_Main,
     name="kernelwright",
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 bench.app.command("video")(video.bench_video)
-app.add_typer(bench.app, name="bench")
-app.add_typer(hub.app, name="hub")
-app.add_typer(skill.app, name="skill")
-for command in (video.generate, profile, report, compare, new, check):
-    app.command()(command)
-
-JsonOption = bench.JsonOption
+app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
+app.command(rich_help_panel=MEASURE)(video.generate)
+app.command(rich_help_panel=MEASURE)(profile)
+app.command(rich_help_panel=MEASURE)(report)
+app.command(rich_help_panel=MEASURE)(compare)
+app.command(rich_help_panel=EXTEND)(new)
+app.command(rich_help_panel=EXTEND)(check)
+app.add_typer(skill.app, name="skill", rich_help_panel=EXTEND)
+app.add_typer(hub.app, name="hub", rich_help_panel=EXTEND)
 
 
 def _version(asked: bool) -> None:
@@ -55,26 +69,27 @@ def main(
     """
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def doctor(
     exact: Annotated[
-        bool, typer.Option("--exact", help="Compare exact modes with the installed PyTorch.")
+        bool, typer.Option("--exact", help="Also test here that exact modes give PyTorch's bits.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write what --exact compared to this result file.")
+        Path | None,
+        typer.Option(help="Write what --exact found to this JSON file (implies --exact)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine can run, and which backend each op will use on it.
 
-    Checks the driver, the GPUs and which of them are idle, torch, Triton, NVRTC and its headers,
-    and the folder where compiled kernels are cached. Exits with 0 when kernelwright is usable (also
-    without a GPU: the ops then run their PyTorch reference), and with 1 and one line that says what
-    to do when it is not.
+    Checks the driver, the GPUs and which of them are idle, torch, Triton, NVRTC (which compiles
+    the CUDA kernels) and its headers, and the folder where compiled kernels are cached. Exits with
+    0 when kernelwright is usable (also without a GPU: the ops then run in plain PyTorch), and with
+    1 and one line that says what to do when it is not.
 
-    With --exact every sum and function that exact modes repeat is compared with the installed
-    PyTorch, in a few seconds: the table says which chains have its bits here, and which run eager.
-    What is found is kept beside the compiled kernels.
+    With --exact every sum and function that an exact kernel has to repeat is compared with the
+    installed PyTorch, in a few seconds. The table says which give the same bits here, and which ops
+    therefore stay in plain PyTorch. What is found is kept beside the compiled kernels.
     """
     console = Console()
     with Console(stderr=True).status("looking at this machine"):
@@ -90,17 +105,19 @@ def doctor(
     raise typer.Exit(0 if report.usable else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def ops(
-    name: Annotated[str | None, typer.Argument(help="One op, to see it in full.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One op, to see it in full.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the ops: what each computes, its backends, and the eager chains it can equal exactly.
+    """List the ops: what each computes, its backends, and whose bits it can give.
 
     With a NAME: its signature and documentation, its exact modes, and the cases that test it.
 
-    `exact` names an eager chain: `rmsnorm(x, exact="diffusers")` gives the bits of diffusers'
-    RMSNorm.
+    An exact mode is named after the code whose bits it gives: `rmsnorm(x, exact="diffusers")` is
+    `torch.equal` to diffusers' RMSNorm.
     """
     from . import catalog
 
@@ -121,34 +138,43 @@ def ops(
         Console().print(catalog.page(entry))
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(help="A preset (`kernelwright models`), a local folder, or a Hub id."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A name that `kernelwright models` lists, a local folder, or an id on the Hub.",
+        ),
     ],
-    tiny: Annotated[bool, typer.Option("--tiny", help="The small model of the preset.")] = False,
-    numerics: Annotated[str, typer.Option(help="exact, fused or fp8.")] = "exact",
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="The small version of a listed model.")
+    ] = False,
+    numerics: Annotated[
+        str, typer.Option(help="Rounding allowed: exact (none), fused or fp8.")
+    ] = "exact",
     programs: Annotated[
         bool,
-        typer.Option("--programs", help="The blocks of a preset as programs of the fuser."),
+        typer.Option(
+            "--programs", help="Print the kernels that would be generated for a model's blocks."
+        ),
     ] = False,
     cuda: Annotated[
-        bool, typer.Option("--cuda", help="With --programs: the CUDA source of each, too.")
+        bool, typer.Option("--cuda", help="With --programs: also print their CUDA source.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the structure of a model, and what `inject` would do with each part of it, or why not.
 
-    Only the config is loaded and the model is built on the meta device, so a 12B model takes a
-    second. Prints one row for every module that could be fused: where it is, its class, how many
-    there are, whether it has a weight, and what replaces it.
+    Only the config is read and the model is built without memory for its weights, so a 12B model
+    takes a second. Prints one row for every module that could be fused: where it is, its class, how
+    many there are, whether it has a weight, and what replaces it.
     """
     if programs:
         _inspect_programs(model, tiny, cuda, as_json)
         return
     from . import inspect as look
-    from .inject.report.table import architecture
+    from .inject.report.architecture import Architecture
 
     with Console(stderr=True).status(f"building {model} without weights"):
         from . import models
@@ -165,7 +191,7 @@ def inspect(
         _print_json(report.to_dict())
         return
     console = Console()
-    console.print(architecture(report))
+    console.print(Architecture(report))
     console.print(report.summary)
 
 
@@ -190,9 +216,12 @@ def _inspect_programs(model: str, tiny: bool, cuda: bool, as_json: bool) -> None
         typer.echo("\n".join(lines))
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def models(as_json: JsonOption = False) -> None:
-    """List the presets: real models built from their configs with random weights, no download."""
+    """List the presets: real models, built from their configs with random weights, not downloaded.
+
+    `inspect`, `profile` and `bench` take these names.
+    """
     from . import models as known
 
     found = known.presets().values()
@@ -202,27 +231,26 @@ def models(as_json: JsonOption = False) -> None:
         Console().print(known.table())
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def demo(
-    device: Annotated[
-        str | None,
-        typer.Option(help="Where to run: cuda, cuda:1 or cpu. By default an idle GPU."),
-    ] = None,
+    device: DeviceOrCpu = None,
     full: Annotated[
         bool,
         typer.Option("--full", help="LTX-Video 2B at 49 frames of 768 × 512, not the tiny model."),
     ] = False,
     save: Annotated[
-        Path | None, typer.Option(help="Write a picture of the frames before and after.")
+        Path | None,
+        typer.Option(help="Write a picture: frames before, after, and their difference."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Generate frames with an LTX-Video pipeline before and after injection, and compare them.
 
     The pipeline (T5 encoder, transformer, VAE, scheduler) is built from its configs with random
-    weights: nothing is downloaded. It runs in plain diffusers, injected in each tier, and restored.
-    The output shows what was replaced, whether the frames have the same bits, their error against a
-    float32 run, and the time of a denoising step. Times on the CPU say nothing.
+    weights: nothing is downloaded, and the frames are noise. It runs in plain diffusers ("eager"),
+    with the kernels injected as `exact` and as `fused`, and restored. The output shows what was
+    replaced, whether the frames have the same bits, their error against a float32 run, and the time
+    of a denoising step. Without a GPU it shows that the bits are the same, and no speed-up.
     """
     from . import demo as shown
     from .errors import BadSetting, CannotRun

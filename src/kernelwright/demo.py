@@ -20,15 +20,18 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
 
+from . import demo_picture
 from .backends import installed
 from .errors import CannotRun
 from .inject import Report, inject, restore
 from .inject.verify.accuracy import error as error_against
+from .measure.cpu_caveat import CAVEAT
 from .measure.results import check_writable
 from .place import choose_device, choose_dtype
 from .video.settings import PROMPT
 
 STEPS = 3
+PICTURED = ("exact", "fused")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def run(
         rows: list[Row] = []
         expected: Tensor | None = None
         report: Report | None = None
+        shown: dict[str, Tensor] = {}
         for name, prepare in ways.items():
             progress.update(task, advance=1, description=name)
             found = prepare(pipe)
@@ -123,12 +127,14 @@ def run(
                 frames, seconds = _timed(pipe, size, place)
             expected = frames if expected is None else expected
             report = report or found
+            if name in PICTURED:
+                shown[name] = frames
             rows.append(_row(name, frames, expected, truth, seconds, first, rows))
         restore(pipe)
     assert expected is not None
     assert report is not None
     if save is not None:
-        _save(save, expected, frames)
+        demo_picture.save(save, expected, shown)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     kept = None if save is None else str(save)
     return Result(name, str(dtype).removeprefix("torch."), str(size), tuple(rows), report, kept)
@@ -211,16 +217,6 @@ def _wide(pipe: Any) -> Any:
     return wide
 
 
-def _save(path: Path, before: Tensor, after: Tensor) -> None:
-    """A picture: eager's frames above, those of the last configuration below."""
-    from PIL import Image
-
-    rows = [torch.cat(list(frames[::2].cpu().float()), dim=2) for frames in (before, after)]
-    pixels = (torch.cat(rows, dim=1).clamp(0, 1) * 255).byte().permute(1, 2, 0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels.numpy()).save(path)
-
-
 def page(result: Result) -> RenderableType:
     """The result for the terminal."""
     table = Table(title=f"{result.size}, {STEPS} steps, {result.dtype}, {result.device}")
@@ -237,7 +233,7 @@ def page(result: Result) -> RenderableType:
         )
     lines: list[RenderableType] = [result.report, "", table]
     if result.device == "CPU":
-        lines.append("On the CPU the ops run in plain PyTorch: compare the bits, not the times.")
+        lines.append(CAVEAT)
     if result.saved:
-        lines.append(f"Frames before and after: {result.saved}")
+        lines.append(f"Frames before and after, and their difference: {result.saved}")
     return Group(*lines)

@@ -17,10 +17,11 @@ import os
 import secrets
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from .user_warnings import warn
 
 MAGIC = b"kernelwright-2\n"
 HEAD = len(MAGIC) + hashlib.sha256().digest_size
@@ -79,11 +80,10 @@ class KernelCache:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(
-                    f"kernelwright: cannot keep compiled kernels in {self.folder} ({error}); each "
+                warn(
+                    f"cannot keep compiled kernels in {self.folder} ({error}); each "
                     f"process compiles anew. Set KERNELWRIGHT_CACHE to a folder that you own, that "
-                    f"is writable and that nobody else may write to.",
-                    stacklevel=2,
+                    f"is writable and that nobody else may write to."
                 )
 
     def problem(self) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..close_names import suggestion
 from ..errors import BadSetting
 from ..ops.case import Case, Inputs
 from ..ops.op import Composite, Op, registry
@@ -24,8 +24,8 @@ def choose_cases(
     ops = [_named(name) for name in names] or list(registry().values())
     for preset in presets:
         if preset not in known_presets():
-            known = ", ".join(known_presets())
-            raise BadSetting("--preset", f"no preset {preset!r}, expected any of {known}")
+            near = suggestion(preset, known_presets(), "kernelwright bench ops --help")
+            raise BadSetting("--preset", f"no preset {preset!r}; {near}")
     sizes = [_size(shape) for shape in shapes]
     found = [
         (op, case)
@@ -58,8 +58,8 @@ def known_presets() -> tuple[str, ...]:
 def _named(name: str) -> Op | Composite:
     ops = registry()
     if name not in ops:
-        near: Iterable[str] = difflib.get_close_matches(name, ops, n=3) or ops
-        raise BadSetting("OPS", f"there is no op {name!r}; did you mean {', '.join(near)}?")
+        near = suggestion(name, ops, "kernelwright ops")
+        raise BadSetting("OP", f"there is no op {name!r}; {near}")
     return ops[name]
 
 

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import models, place
+from ..close_names import suggestion
+from ..errors import BadSetting
 from ..measure import results
 from ..measure.configs import configured, tier_of
 from ..measure.results import environment_of
@@ -188,9 +190,11 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure presets in turn; writes the rows so far to `out` after each."""
     if unknown := [c for c in configs if c not in CONFIGS]:
-        raise ValueError(f"no configuration {unknown[0]!r}, expected any of {', '.join(CONFIGS)}")
+        near = suggestion(unknown[0], CONFIGS, "kernelwright bench generate --help")
+        raise BadSetting("--config", f"no configuration {unknown[0]!r}; {near}")
     if unknown := [p for p in presets if p not in PRESETS]:
-        raise ValueError(f"{unknown[0]!r} does not generate, expected any of {', '.join(PRESETS)}")
+        near = suggestion(unknown[0], PRESETS, "kernelwright models")
+        raise ValueError(f"{unknown[0]!r} is no preset that generates text; {near}")
     if out is not None:
         results.check_writable(out)
     at = place.choose_device(device, tiny=how.get("tiny", False))
@@ -203,9 +207,9 @@ def run(
         task = progress.add_task("generating", total=len(names) * len(configs))
         for name in names:
             for row in measure(name, configs, device=str(at), dtype=kind, **how):
-                rows.append(row)
+                rows.append(row | {"device": at.type})
                 progress.advance(task)
                 if out is not None:
-                    results.write(out, "models", rows, environment=environment_of(at))
+                    results.write(out, "generation", rows, environment=environment_of(at))
             _fresh()
     return rows

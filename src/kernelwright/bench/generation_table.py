@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 LEFT = ("model", "config")
-HEADS = ("tokens/s", "ms/token", "against eager", "first token ms", "first s", "tokens", "bits")
+HEADS = ("tokens/s", "ms/token", "speed-up", "first token ms", "first s", "tokens", "bits")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """One line a configuration."""
     sizes = rows[0]["sizes"] if rows else {}
-    shown = Table(title=", ".join(f"{name.replace('_', ' ')} {n}" for name, n in sizes.items()))
+    title = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in sizes.items())
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in (*LEFT, *HEADS):
         shown.add_column(head, justify="left" if head in LEFT else "right")
     eager = {r["model"]: r["ms"] for r in rows if r["config"] == "eager" and "ms" in r}

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import models, place
+from ..close_names import suggestion
+from ..errors import BadSetting
 from ..library_internals import diffusers_hooks, reset_cache
 from ..measure import results
 from ..measure.configs import configured
@@ -151,9 +153,11 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure presets in turn; writes the rows so far to `out` after each."""
     if unknown := [c for c in configs if c not in CONFIGS]:
-        raise ValueError(f"no configuration {unknown[0]!r}, expected any of {', '.join(CONFIGS)}")
+        near = suggestion(unknown[0], CONFIGS, "kernelwright bench loop --help")
+        raise BadSetting("--config", f"no configuration {unknown[0]!r}; {near}")
     if unknown := [p for p in presets if p not in PRESETS]:
-        raise ValueError(f"no loop for {unknown[0]!r}, expected any of {', '.join(PRESETS)}")
+        near = suggestion(unknown[0], PRESETS, "kernelwright models")
+        raise ValueError(f"no loop for {unknown[0]!r}; {near}")
     if out is not None:
         results.check_writable(out)
     at = place.choose_device(device, tiny=tiny)
@@ -170,7 +174,7 @@ def run(
                 dtype=place.choose_dtype(dtype, at),
                 seconds=seconds,
             ):
-                rows.append(row)
+                rows.append(row | {"device": at.type})
                 if out is not None:
                     results.write(out, "models", rows, environment=environment_of(at))
             _fresh()

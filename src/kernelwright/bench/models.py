@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from .. import models, place
 from ..backends.torch_internals import pytree
-from ..errors import CannotRun
+from ..close_names import suggestion
+from ..errors import BadSetting, CannotRun
 from ..inject.runtime.sites import equal
 from ..inject.verify import accuracy
 from ..measure import results
@@ -247,7 +248,8 @@ def run(
     """
     for config in configs:
         if config not in CONFIGS:
-            raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
+            near = suggestion(config, CONFIGS, "kernelwright bench model --help")
+            raise BadSetting("--config", f"no configuration {config!r}; {near}")
     if unknown := set(first_of) - set(configs):
         raise ValueError(f"--first {', '.join(sorted(unknown))}: not among --config")
     names = list(presets) or list(models.presets())
@@ -273,7 +275,7 @@ def run(
             if time.monotonic() < end:
                 with closing(measure(name, configs, **how)) as measured:
                     for row in measured:
-                        rows.append(row)
+                        rows.append(row | {"device": at.type})
                         left.remove(row["config"])
                         progress.advance(task)
                         if time.monotonic() >= end:

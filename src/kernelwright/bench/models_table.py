@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
+
+from ..measure.cpu_caveat import caveats
 
 LEFT = ("model", "config")
 # columns that are shown if any row has a value
@@ -19,8 +22,8 @@ def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
     """One line a configuration, with the milliseconds of each kind of kernel."""
     optional = {head: name for head, name in OPTIONAL.items() if any(name in r for r in rows)}
     kinds = SPLIT if any("split" in r for r in rows) else ()
-    shown = Table(title=title)
-    heads = (*LEFT, "ms", "against eager", "first s", *optional, "bits", "error", *kinds)
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    heads = (*LEFT, "ms", "speed-up", "first s", *optional, "bits", "error", *kinds)
     for head in heads:
         shown.add_column(head, justify="left" if head in LEFT else "right")
     eager = {_key(r): r["ms"] for r in rows if r["config"] == "eager" and "ms" in r}
@@ -44,13 +47,21 @@ def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
-    """Why some configurations have no time; a line for those of a model that share a reason."""
+    """Why some configurations have no time, a line for those of a model that share a reason; calls
+    that ran without a graph; and the caveat of a CPU."""
     failed = (row for row in rows if "failed" in row)
     shared = groupby(failed, lambda row: (row["model"], row["failed"], _style(row)))
-    return [
+    reasons = [
         Text(f"{model} {', '.join(row['config'] for row in group)}: {reason}", style=style)
         for (model, reason, style), group in shared
     ]
+    without = [
+        Text(f"{row['model']} {row['config']}: {graphs}", style="yellow")
+        for row in rows
+        for graphs in row.get("graphs", ())
+        if "without" in graphs
+    ]
+    return [*reasons, *without, *(Text(text, style="yellow") for text in caveats(rows))]
 
 
 def _style(row: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..measure.cpu_caveat import caveats
 from .op_row import EXACT
 from .ops import failures
 
@@ -21,7 +22,7 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
     if on_gpu:
         title = "GPU µs: one graph replay over rotated buffers. × is how much faster than a peer."
     else:
-        title = "wall µs on the CPU: no GPU, so no GPU µs and no host µs. × is how much faster."
+        title = "wall µs on the CPU. × is how much faster than a peer."
     exact = any(w.startswith(EXACT) for r in rows for w in r["gpu_us"])
     shown = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     times = ("GPU µs", "host µs") if on_gpu else ("wall µs",)
@@ -46,13 +47,14 @@ def page(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> RenderableTy
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
-    """What was not timed, and why."""
+    """What was not timed, and why; and the caveat of a CPU."""
     lines = [Text(line, style="red") for line in failures(rows)]
-    return lines + [
+    lines += [
         Text(f"no time: {row['op']} {row['case']}, {way}: {why}", style="dim")
         for row in rows
         for way, why in row["not_covered"].items()
     ]
+    return lines + [Text(text, style="yellow") for text in caveats(rows)]
 
 
 def _cells(row: dict[str, Any], columns: Sequence[str], exact: bool, several: bool) -> list[str]:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from .. import models, place
 from ..backends.torch_internals import pytree
-from ..errors import CannotRun
+from ..close_names import suggestion
+from ..errors import BadSetting, CannotRun
 from ..measure import configs, results
 from ..measure.results import environment_of
 from ..measure.timing import milliseconds, wait
@@ -220,6 +221,7 @@ def _measure(
         if report is not None:
             row["replaced"] = report.replaced
             row["problems"] = report.to_dict()["problems"]
+            row["graphs"] = [g.describe() for g in report.graphs]
         _check(config, row, repeated - same)
         del got
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -297,7 +299,8 @@ def run(
     chosen = list(names or DEFAULT)
     for name in chosen:
         if name not in CONFIGS:
-            raise ValueError(f"no configuration {name!r}, expected any of {', '.join(CONFIGS)}")
+            near = suggestion(name, CONFIGS, "kernelwright bench train --help")
+            raise BadSetting("--config", f"no configuration {name!r}; {near}")
     if attention not in ATTENTION:
         raise ValueError(f"--attention {attention!r}, expected any of {', '.join(ATTENTION)}")
     if lora is not None and lora < 1:
@@ -331,7 +334,7 @@ def run(
             )
             with closing(measure(setup, chosen, seconds, with_error)) as measured:
                 for row in measured:
-                    rows.append(row)
+                    rows.append(row | {"device": at.type})
                     progress.advance(task)
                     if out is not None:
                         results.write(out, "training", rows, environment=where)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """One line a configuration."""
-    shown = Table(title=title(rows[0]) if rows else "One training step")
+    head = title(rows[0]) if rows else "One training step"
+    shown = Table(title=head, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in ("model", "config"):
         shown.add_column(head)
-    heads = ("ms", "against eager", "GiB", "first s", "gradients equal", "losses equal", "error")
+    heads = ("ms", "speed-up", "GiB", "first s", "gradients equal", "losses equal", "error")
     for head in heads:
         shown.add_column(head, justify="right")
     eager = {row["model"]: row["ms"] for row in rows if row["config"] == "eager" and "ms" in row}

@@ -13,12 +13,12 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 
 import torch
 
 from ..backends import Unsupported
 from ..backends.cache import KernelCache
+from ..backends.user_warnings import warn
 from ..ops import ways
 from ..ops.op import Op, registry
 
@@ -103,10 +103,9 @@ def adopt(found: ways.Found | None) -> list[str]:
                 op.forget()
     lost = [s for s, way in found.items() if way is None]
     if lost:
-        warnings.warn(
-            f"kernelwright: {', '.join(lost)} of torch {torch.__version__} have other bits here "
-            f"than any kernel: their chains run eager in exact mode (kernelwright doctor --exact)",
-            stacklevel=2,
+        warn(
+            f"{', '.join(lost)} of torch {torch.__version__} have other bits here "
+            f"than any kernel: their chains run eager in exact mode (kernelwright doctor --exact)"
         )
     return changed
 

@@ -75,7 +75,7 @@ def check(name: str, only: Sequence[str] = (), targets: Sequence[str] = ()) -> R
         catalog.entry(name)
     except KeyError as error:
         raise BadSetting(
-            "NAME", f"{error.args[0]} An op of your own package is known once pip has installed it."
+            "NAME", f"{error.args[0]} (an op of your own package is known once pip installed it)"
         ) from None
     op = registry()[name]
     runs: dict[str, Callable[[], Part]] = {

@@ -7,21 +7,30 @@ from typing import Annotated
 
 import typer
 
+from . import shared_options as option
 from .bench_generate import generate
 from .bench_loop import loop
-from .bench_ops import JsonOption, OutOption, ops
+from .bench_ops import ops
 from .bench_train import train
+from .command_line import CommandLine, Group, spaced, split
 from .one_line_errors import one_line_errors
+from .shared_options import JsonOption, OutOption
 from .wide_tables import show
 
-OF_ONE = "eager,exact,exact+graphs,fused,fused+graphs,compile,exact+compile"
+OF_ONE = "eager,compile,compile+graphs,exact,exact+graphs,fused,fused+graphs,exact+compile"
 OF_ALL = "eager,compile,compile+graphs,exact+graphs,fused+graphs,fp8+graphs"
 
 __all__ = ["JsonOption", "OutOption", "app"]
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Measure ops, models, training, loops and generation; a wrong result is not timed.",
+
+class _Bench(Group):
+    order = ("model", "video", "loop", "generate", "train", "ops")
+
+
+app = CommandLine(
+    cls=_Bench,
+    help="Measure models, videos, training, text generation and single ops. Every result is first "
+    "compared with eager, which is the model without our kernels; a wrong one gets no time.",
 )
 app.command()(ops)
 app.command()(loop)
@@ -33,48 +42,45 @@ app.command()(train)
 def model(
     presets: Annotated[
         list[str] | None,
-        typer.Argument(help="Presets (`kernelwright models`); all of them by default."),
+        typer.Argument(
+            metavar="PRESET",
+            help="Models that `kernelwright models` lists; all of them by default.",
+        ),
     ] = None,
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help=f"All presets in one table; configurations {OF_ALL} if not given."
+            "--all", help=f"All presets in one table; without --config: {spaced(OF_ALL)}."
         ),
     ] = False,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Build at most so many layers of each kind of block, at full width."),
-    ] = None,
+    layers: option.Layers = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Start nothing after so many minutes; what is left out is listed."),
+        typer.Option(help="Start nothing new after this many minutes; what is left out is listed."),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
-            show_default=OF_ONE,
+            show_default=spaced(OF_ONE),
             help="What to compare, comma-separated: eager; compile, exact, fused or fp8, alone or "
-            "with +graphs; compile with +strict, +strict_pointwise or +strict_reduction; exact or "
-            "fused with +compile or +graphs+compile; with flash-attn-4 "
+            "with +graphs (CUDA graphs); compile with +autotune or +autotune+graphs (the mode "
+            "max-autotune), +strict, +strict_pointwise or +strict_reduction (numerics of torch "
+            "2.15); exact or fused with +compile or +graphs+compile; with flash-attn-4 "
             "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
         ),
     ] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Inputs in one batch.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a language model.")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small models of the same kind.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32. By default bfloat16, on a CPU float32."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each configuration.")] = 2.0,
+    frames: option.Frames = None,
+    height: option.Height = None,
+    width: option.Width = None,
+    batch_size: option.BatchSize = None,
+    tokens: option.Tokens = None,
+    tiny: option.Tiny = False,
+    device: option.Device = None,
+    dtype: option.Dtype = None,
+    seconds: option.Seconds = 2.0,
     error: Annotated[
-        bool, typer.Option("--error/--no-error", help="Compare results with a float32 run.")
+        bool,
+        typer.Option("--error/--no-error", help="Whether to compare results with a float32 run."),
     ] = True,
     first: Annotated[
         str,
@@ -83,13 +89,14 @@ def model(
             "processes with cold and with warm caches, and the first at another size."
         ),
     ] = "",
-    out: OutOption = None,
-    as_json: JsonOption = False,
+    out: option.OutOption = None,
+    as_json: option.JsonOption = False,
 ) -> None:
     """Time one forward of whole models: eager, torch.compile, injected, and combinations.
 
-    A time is taken only after the result was compared with eager: exact must give its bits, fused
-    an error against a float32 run that is not above eager's. Exits with 1 if one does not. A model
+    Eager is the model without our kernels. A time is taken only after the result was compared with
+    eager's: exact must give the same bits, fused an error against a float32 run that is not above
+    eager's; of fp8 the error is shown. Exits with 1 if one breaks its promise. A model
     or a configuration that fails or is not available here gets a line that says why, and the others
     still run. On a GPU the time is split into GEMM, attention, fused kernels and the rest.
     """
@@ -103,14 +110,14 @@ def model(
     with one_line_errors("bench model", ValueError):
         rows = bench.run(
             presets or [],
-            (config or (OF_ALL if everything else OF_ONE)).split(","),
+            split(config or (OF_ALL if everything else OF_ONE)),
             {name: size for name, size in sizes.items() if size is not None},
             tiny=tiny,
             device=device,
             dtype=dtype,
             seconds=seconds,
             with_error=error,
-            first_of=first.split(",") if first else (),
+            first_of=split(first) if first else (),
             out=out,
             layers=layers,
             minutes=minutes,

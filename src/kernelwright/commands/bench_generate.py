@@ -7,47 +7,48 @@ from typing import Annotated
 
 import typer
 
-from .bench_ops import JsonOption, OutOption
+from . import shared_options as option
+from .command_line import spaced, split
 from .one_line_errors import one_line_errors
 from .wide_tables import show
+
+DEFAULT = "eager,eager+static,compile,exact,exact+graphs,fused+graphs,fp8+graphs"
 
 
 def generate(
     presets: Annotated[
         list[str] | None,
-        typer.Argument(help="Language models (kernelwright models); llama-3-8b by default."),
+        typer.Argument(
+            metavar="PRESET",
+            help="Language models of `kernelwright models`; llama-3-8b by default.",
+        ),
     ] = None,
     config: Annotated[
         str,
         typer.Option(
+            show_default=spaced(DEFAULT),
             help="What to compare, comma-separated: eager (with transformers' default cache, which "
             "grows); eager+static; compile (a static cache and transformers' own torch.compile); "
-            "exact, fused or fp8, with +graphs on a static cache."
+            "exact, fused or fp8, with +graphs on a static cache.",
         ),
-    ] = "eager,eager+static,compile,exact,exact+graphs,fused+graphs,fp8+graphs",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    ] = DEFAULT,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences generated at once.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 96,
-    layers: Annotated[
-        int | None, typer.Option(help="Build at most so many layers, at full width.")
-    ] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small models of the same kind.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32. By default bfloat16, on a CPU float32."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each configuration.")] = 2.0,
-    out: OutOption = None,
-    as_json: JsonOption = False,
+    layers: option.Layers = None,
+    tiny: option.Tiny = False,
+    device: option.Device = None,
+    dtype: option.Dtype = None,
+    seconds: option.Seconds = 2.0,
+    out: option.OutOption = None,
+    as_json: option.JsonOption = False,
 ) -> None:
-    """Time `model.generate(...)`: tokens a second, time to the first token, first call.
+    """Time text generation of language models: tokens/s, time to the first token, first call.
 
-    Each configuration is compared with the un-injected run that has the same cache: exact must give
-    its tokens and the bits of all its logits. Exits with 1 if it does not. A dynamic and a static
-    cache give different bits also without injection, because their attention kernels differ.
+    Calls transformers' `model.generate`. Each configuration is compared with the run without
+    injection that has the same cache: exact must give its tokens and the bits of all its logits.
+    Exits with 1 if it does not. A dynamic and a static cache give different bits also without
+    injection, because their attention kernels differ.
     """
     from ..bench import generation
     from ..bench.generation_table import table
@@ -56,7 +57,7 @@ def generate(
     with one_line_errors("bench generate", ValueError):
         rows = generation.run(
             presets or [],
-            config.split(","),
+            split(config),
             batch=batch,
             prompt=prompt,
             new=new,

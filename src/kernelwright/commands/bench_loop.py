@@ -7,22 +7,27 @@ from typing import Annotated
 
 import typer
 
-from .bench_ops import JsonOption, OutOption
+from . import shared_options as option
+from .command_line import spaced, split
 from .one_line_errors import one_line_errors
 from .wide_tables import show
+
+DEFAULT = "eager,cache,exact,exact+graphs,exact+cache,exact+graphs+cache"
 
 
 def loop(
     presets: Annotated[
-        list[str] | None, typer.Argument(help="ltx-video, flux-dev; both by default.")
+        list[str] | None,
+        typer.Argument(metavar="PRESET", help="ltx-video or flux-dev; both by default."),
     ] = None,
     config: Annotated[
         str,
         typer.Option(
+            show_default=spaced(DEFAULT),
             help="What to compare, comma-separated: eager, exact or exact+graphs, alone or with "
-            "+cache (cache instead of eager+cache)."
+            "+cache (cache instead of eager+cache).",
         ),
-    ] = "eager,cache,exact,exact+graphs,exact+cache,exact+graphs+cache",
+    ] = DEFAULT,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 30,
     threshold: Annotated[
         float,
@@ -30,17 +35,12 @@ def loop(
             min=0.0, help="First Block Cache skips a step whose first block changes less."
         ),
     ] = 0.1,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small models of the same kind.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32. By default bfloat16, on a CPU float32."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each configuration.")] = 2.0,
-    out: OutOption = None,
-    as_json: JsonOption = False,
+    tiny: option.Tiny = False,
+    device: option.Device = None,
+    dtype: option.Dtype = None,
+    seconds: option.Seconds = 2.0,
+    out: option.OutOption = None,
+    as_json: option.JsonOption = False,
 ) -> None:
     """Time denoising loops with and without diffusers' First Block Cache, injected and not.
 
@@ -53,7 +53,7 @@ def loop(
     with one_line_errors("bench loop", ValueError):
         rows = loops.run(
             presets or [],
-            config.split(","),
+            split(config),
             steps=steps,
             threshold=threshold,
             tiny=tiny,

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import shared_options as option
+from .command_line import split
 from .one_line_errors import one_line_errors
 from .wide_tables import show
-
-OutOption = Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def ops(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="OP", help="Ops (`kernelwright ops`); all of them by default."),
+        typer.Argument(metavar="OP", help="Ops that `kernelwright ops` lists; all by default."),
     ] = None,
     preset: Annotated[
         list[str] | None,
-        typer.Option(help="The shapes of seed, ltx, flux, wan, llama, ...; may be repeated."),
+        typer.Option(help="Shapes of a model: seed, ltx, flux, wan, llama, ...; may be repeated."),
     ] = None,
     shape: Annotated[
         list[str] | None,
@@ -31,23 +29,23 @@ def ops(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="bfloat16, float16, float32, comma-separated. (bfloat16; on a CPU float32)"
+            help="bfloat16, float16, float32, comma-separated. By default bfloat16; on a CPU "
+            "float32."
         ),
     ] = None,
     peers: Annotated[
         str | None,
         typer.Option(
-            help="torch, compile, liger, quack, comma-separated. By default all, on a CPU torch."
+            help="Whom to compare with: torch, compile, liger, quack, comma-separated. By default "
+            "all; on a CPU torch."
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
-    ] = None,
+    device: option.DeviceOrCpu = None,
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for each backend and peer of a case.")
+        float, typer.Option(min=0.0, help="Seconds spent on timing each backend and peer.")
     ] = 0.1,
-    out: OutOption = None,
-    as_json: JsonOption = False,
+    out: option.OutOption = None,
+    as_json: option.JsonOption = False,
 ) -> None:
     """Time ops at the shapes of models: our kernels, PyTorch, torch.compile, Liger, QuACK.
 
@@ -68,8 +66,8 @@ def ops(
             names or (),
             presets=preset or (),
             shapes=shape or (),
-            dtypes=dtype.split(",") if dtype else (),
-            peers=peers.split(",") if peers else None,
+            dtypes=split(dtype) if dtype else (),
+            peers=split(peers) if peers else None,
             device=device,
             seconds=seconds,
             out=out,
@@ -77,7 +75,7 @@ def ops(
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
     else:
-        wanted = peers.split(",") if peers else bench.default_peers(rows[0]["device"])
+        wanted = split(peers) if peers else bench.default_peers(rows[0]["device"])
         show(table(rows, [PEERS[name].column for name in wanted]), notes(rows))
     for line in missing:
         typer.echo(f"kernelwright bench ops: {line}", err=True)

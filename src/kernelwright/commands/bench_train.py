@@ -7,13 +7,19 @@ from typing import Annotated
 
 import typer
 
-from .bench_ops import JsonOption, OutOption
+from . import shared_options as option
+from .command_line import spaced, split
 from .one_line_errors import one_line_errors
 from .wide_tables import show
 
+DEFAULT = "eager,compile,exact,fused,liger"
+
 
 def train(
-    presets: Annotated[list[str], typer.Argument(help="Presets (`kernelwright models`).")],
+    presets: Annotated[
+        list[str],
+        typer.Argument(metavar="PRESET", help="Models that `kernelwright models` lists."),
+    ],
     lora: Annotated[
         int | None,
         typer.Option(
@@ -21,7 +27,7 @@ def train(
         ),
     ] = None,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Recompute blocks in the backward.")
+        bool, typer.Option("--checkpointing", help="Recompute activations in the backward pass.")
     ] = False,
     attention: Annotated[
         str,
@@ -33,34 +39,30 @@ def train(
     config: Annotated[
         str,
         typer.Option(
+            show_default=spaced(DEFAULT),
             help="What to compare, comma-separated: eager, compile, liger; exact or fused, alone, "
-            "with +graphs or with +compile."
+            "with +graphs or with +compile.",
         ),
-    ] = "eager,compile,exact,fused,liger",
-    steps: Annotated[int, typer.Option(min=1, help="Losses to compare.")] = 20,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Build at most so many layers of each kind of block, at full width."),
-    ] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Inputs in one batch.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a language model.")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small models of the same kind.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or cpu. By default an idle GPU.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32. By default bfloat16, on a CPU float32."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each configuration.")] = 2.0,
+    ] = DEFAULT,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps whose losses are compared.")
+    ] = 20,
+    layers: option.Layers = None,
+    frames: option.Frames = None,
+    height: option.Height = None,
+    width: option.Width = None,
+    batch_size: option.BatchSize = None,
+    tokens: option.Tokens = None,
+    tiny: option.Tiny = False,
+    device: option.Device = None,
+    dtype: option.Dtype = None,
+    seconds: option.Seconds = 2.0,
     error: Annotated[
-        bool, typer.Option("--error/--no-error", help="Compare gradients with a float32 run.")
+        bool,
+        typer.Option("--error/--no-error", help="Whether to compare gradients with a float32 run."),
     ] = True,
-    out: OutOption = None,
-    as_json: JsonOption = False,
+    out: option.OutOption = None,
+    as_json: option.JsonOption = False,
 ) -> None:
     """Time one training step (forward, loss, backward): eager, torch.compile, injected, Liger.
 
@@ -77,7 +79,7 @@ def train(
     with one_line_errors("bench train", ValueError):
         rows = training.run(
             presets,
-            config.split(","),
+            split(config),
             {name: size for name, size in sizes.items() if size is not None},
             lora=lora,
             checkpointing=checkpointing,

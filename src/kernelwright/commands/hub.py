@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import track
 
 from .bench import JsonOption
+from .command_line import CommandLine
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = CommandLine(
     help="Hugging Face Kernels: build, check and export our package.",
 )
 OutOption = Annotated[Path, typer.Option(help="The folder to write to.")]

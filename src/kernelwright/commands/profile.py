@@ -9,34 +9,38 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .bench import JsonOption, OutOption
+from . import shared_options as option
+from .command_line import split
 from .one_line_errors import one_line_errors
 
 
 def profile(
-    preset: Annotated[str, typer.Argument(help="A preset (`kernelwright models`).")],
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET", help="A model that `kernelwright models` lists.")
+    ],
     level: Annotated[
         str,
-        typer.Option(help="1 torch.profiler, 2 nsys, 3 ncu; several comma-separated."),
+        typer.Option(help="1: torch.profiler, 2: nsys, 3: ncu. Several are comma-separated."),
     ] = "1",
     config: Annotated[
         str | None,
         typer.Option(
-            help="What to profile, comma-separated: eager, exact, fused, exact+graphs, compile ... "
-            "By default eager and exact, at level 3 exact.",
+            help="What to profile, comma-separated: eager, exact, fused, fp8, compile, "
+            "exact+graphs, ... (those of `bench model`). By default eager and exact; at "
+            "level 3 exact.",
         ),
     ] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Inputs in one batch.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a language model.")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A small model of the same kind.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu. (an idle GPU)")] = None,
+    frames: option.Frames = None,
+    height: option.Height = None,
+    width: option.Width = None,
+    batch_size: option.BatchSize = None,
+    tokens: option.Tokens = None,
+    tiny: option.Tiny = False,
+    device: option.Device = None,
     kernels: Annotated[
         str | None,
         typer.Option(
-            help="Level 3: a regular expression for kernel names. By default our kernels."
+            help="Level 3: a regular expression for names of kernels. By default, kernelwright's."
         ),
     ] = None,
     launches: Annotated[
@@ -44,10 +48,12 @@ def profile(
     ] = 50,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Level 1: write a Chrome trace, one for each configuration."),
+        typer.Option(
+            help="Level 1: write a trace for chrome://tracing, one for each configuration."
+        ),
     ] = None,
-    out: OutOption = None,
-    as_json: JsonOption = False,
+    out: option.OutOption = None,
+    as_json: option.JsonOption = False,
 ) -> None:
     """Show which kernels take the time of one forward of a preset.
 
@@ -69,7 +75,7 @@ def profile(
         rows, problems = run(
             preset,
             _levels(level),
-            config.split(",") if config else (),
+            split(config) if config else (),
             sizes={name: size for name, size in sizes.items() if size is not None},
             tiny=tiny,
             device=device,

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .shared_options import JsonOption
+
 if TYPE_CHECKING:
     from ..report import Comparison
 
@@ -21,7 +23,12 @@ SHOWN_CHANGES = 60
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Result files, or folders of them.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS",
+            help="JSON files that `--out` of other commands wrote, or folders of them.",
+            show_default=False,
+        ),
     ],
     html: Annotated[
         Path, typer.Option("--html", help="Write the page to this file.", show_default=False)
@@ -54,18 +61,18 @@ def report(
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="The run before: a file or a folder.")],
-    new: Annotated[Path, typer.Argument(help="The run now: a file or a folder.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="The run before: a file or a folder.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The run now: a file or a folder.")],
     threshold: Annotated[
         float, typer.Option(min=0.0, help="Ignore changes up to this many percent as noise.")
     ] = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare two runs: what became slower or faster, which rows are missing, which bits changed.
 
-    Exits with 1 when a row is slower or takes more memory by more than the threshold, has lost the
-    bits of eager, fails, or is missing; with 0 otherwise. Of ops the GPU time is compared, not the
-    host time.
+    OLD and NEW are what `--out` wrote. Exits with 1 when a row is slower or takes more memory by
+    more than the threshold, no longer has eager's bits, fails, or is missing; with 0 otherwise. Of
+    ops the GPU time is compared, not the time of the CPU that launches them.
     """
     with _one_line("compare"):
         from .. import report as reports
@@ -94,8 +101,12 @@ def _print(found: Comparison) -> None:
         left = len(found.changes) - SHOWN_CHANGES
         if left > 0:
             console.print(f"and {left} more; --json prints them all")
-    worse, better = len(found.regressions), len(found.changes) - len(found.regressions)
-    console.print(f"{found.rows} rows compared: {worse} worse, {better} better")
+    same = found.rows - found.worse - found.better
+    told = f"{found.rows} rows compared: {found.worse} worse, {found.better} better, "
+    told += f"{same} within {found.threshold:g}%"
+    told += f"; {found.lost} only in OLD" if found.lost else ""
+    told += f"; {found.added} only in NEW" if found.added else ""
+    console.print(told, highlight=False)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench import JsonOption
+from .command_line import CommandLine
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = CommandLine(
     help="The agent skill cuda-kernels: how an agent uses kernelwright and adds a kernel to it.",
 )
 

@@ -13,9 +13,11 @@ import typer
 from rich.console import Console
 
 from ..errors import BadSetting, CannotRun
+from ..measure.cpu_caveat import CAVEAT
 from ..video.settings import Settings, settings
 from . import video_options as option
-from .bench import JsonOption, OutOption
+from .command_line import spaced
+from .shared_options import Device, Dtype, JsonOption, OutOption
 
 COMPARED = "eager,exact+graphs"
 
@@ -37,20 +39,21 @@ def generate(
     seed: option.Seed = Settings.seed,
     batch_size: option.BatchSize = Settings.batch,
     fps: option.Fps = Settings.fps,
-    use_optimized_kernels: option.Optimized = None,
+    use_optimized_kernels: option.Optimized = False,
+    no_optimized_kernels: option.Plain = False,
     numerics: option.Numerics = None,
     graphs: option.Graphs = False,
     compile: option.Compile = False,
     warmup_iterations: option.Warmup = 0,
-    device: option.Device = None,
-    dtype: option.Dtype = None,
+    device: Device = None,
+    dtype: Dtype = None,
     as_json: JsonOption = False,
 ) -> None:
     """Generate a video with LTX-Video, and show how long each part took.
 
     With `--model Lightricks/LTX-Video`, or a folder, it is a real video. Without, the weights are
-    random: the video is noise, and the times are those of the real model. The kernels are injected,
-    and the frames have the bits of plain diffusers, unless options say otherwise.
+    random: the video is noise, and the times are those of the real model. By default the kernels
+    are injected as `exact`: the frames have the same bits as with plain diffusers.
     """
     with _one_line_errors("generate"):
         from ..progress import steps_shown
@@ -70,7 +73,8 @@ def generate(
             fps=fps,
             warmup_iterations=warmup_iterations,
         )
-        way = ways.one_way(use_optimized_kernels, numerics, graphs, compile)
+        optimized = _optimized(use_optimized_kernels, no_optimized_kernels)
+        way = ways.one_way(optimized, numerics, graphs, compile)
         files = write.video_paths(output, wanted.batch, gif=gif)
         for path in (path for paths in files for path in paths):
             write.check_output(path)
@@ -85,6 +89,7 @@ def generate(
     console = Console()
     console.print(f"{wanted}, {place['dtype']}, {place['device']}", highlight=False)
     console.print(compare.summary(measured))
+    _print_caveat(console, place)
     console.print(f"Written: {', '.join(written)}", highlight=False, soft_wrap=True)
 
 
@@ -92,8 +97,9 @@ def bench_video(
     config: Annotated[
         str | None,
         typer.Option(
-            help="What to compare, comma-separated: eager, compile, exact, exact+graphs, fused, "
-            f"fused+graphs, fused+compile, ... Eager always runs. ({COMPARED})"
+            show_default=spaced(COMPARED),
+            help="What to compare, comma-separated: eager, compile; exact, fused or fp8, alone or "
+            "with +graphs, +compile or both. Eager always runs.",
         ),
     ] = None,
     prompt: option.Prompt = None,
@@ -113,22 +119,23 @@ def bench_video(
     seed: option.Seed = Settings.seed,
     batch_size: option.BatchSize = Settings.batch,
     fps: option.Fps = Settings.fps,
-    use_optimized_kernels: option.Optimized = None,
+    use_optimized_kernels: option.Optimized = False,
+    no_optimized_kernels: option.Plain = False,
     numerics: option.Numerics = None,
     graphs: option.Graphs = False,
     compile: option.Compile = False,
     warmup_iterations: option.Warmup = 2,
-    device: option.Device = None,
-    dtype: option.Dtype = None,
+    device: Device = None,
+    dtype: Dtype = None,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time LTX-Video from prompt to frames: eager, torch.compile, injected, and combinations.
 
-    Every configuration starts from the same seed, and its last latents are compared with eager's;
-    a second run of eager shows what differs without any kernel. A configuration that promises
-    eager's bits and does not give them gets no time, and the command exits with 1. Name
-    configurations with `--config`, or one to compare with eager with the options of `generate`.
+    Eager is plain diffusers. Every configuration starts from the same seed, and its last latents
+    are compared with eager's; a second run of eager shows what differs without any kernel. A
+    configuration that promises eager's bits and does not give them gets no time, and the command
+    exits with 1. Name configurations with `--config`, or one with the options of `generate`.
     """
     with _one_line_errors("bench video"):
         from ..measure import results
@@ -150,11 +157,12 @@ def bench_video(
             fps=fps,
             warmup_iterations=warmup_iterations,
         )
-        named = use_optimized_kernels is not None or numerics or graphs or compile
+        optimized = _optimized(use_optimized_kernels, no_optimized_kernels)
+        named = optimized is not None or numerics or graphs or compile
         if named and config is not None:
             raise BadSetting("--config", "name configurations here or by options, not both")
         if named:
-            compared = [ways.one_way(use_optimized_kernels, numerics, graphs, compile)]
+            compared = [ways.one_way(optimized, numerics, graphs, compile)]
         else:
             compared = ways.parse_ways(config or COMPARED)
         if output is not None:
@@ -184,7 +192,15 @@ def bench_video(
         console.print(compare.table(rows, f"{wanted}, {place['dtype']}, {place['device']}"))
         for remark in compare.remarks(rows):
             console.print(remark, highlight=False)
+        _print_caveat(console, place)
     raise typer.Exit(1 if any("failed" in row for row in rows) else 0)
+
+
+def _optimized(use: bool, plain: bool) -> bool | None:
+    """What two flags ask for; None for neither."""
+    if use and plain:
+        raise BadSetting("--no-optimized-kernels", "not together with --use-optimized-kernels")
+    return use or (False if plain else None)
 
 
 @contextmanager
@@ -220,6 +236,11 @@ def _pipeline(
         pipe = pipeline(model, tiny=tiny, dtype=kind, device=place)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     return pipe, {"device": name, "dtype": str(kind).removeprefix("torch.")}
+
+
+def _print_caveat(console: Console, place: dict[str, str]) -> None:
+    if place["device"] == "CPU":
+        console.print(CAVEAT, style="yellow")
 
 
 def _print_json(value: Any) -> None:

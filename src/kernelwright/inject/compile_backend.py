@@ -8,13 +8,13 @@ if it cannot be recorded, it runs as it is. So do calls of which autograd keeps 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ..backends.user_warnings import warn
 from .reuse.programs import MAX_RECORDINGS, Programs, Recorded
 from .reuse.recordable import signature
 from .runtime.sites import equal
@@ -54,9 +54,7 @@ class _Compiled:
         if isinstance(found, str):
             return expected
         if not equal(self._run(found, inputs), expected):
-            warnings.warn(
-                "torch.compile: a graph differs from eager's; it stays eager", stacklevel=4
-            )
+            warn("torch.compile: a graph differs from eager's; it stays eager")
             return expected
         self._known[key] = found
         return expected

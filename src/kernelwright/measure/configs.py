@@ -1,14 +1,15 @@
 """The configurations of a model: eager, injected, compiled, with CUDA graphs, and combinations.
 
 "strict", "strict_pointwise" and "strict_reduction" are the numerics of torch.compile that are to be
-closer to eager's, from torch 2.15 on. "compile+graphs" is torch.compile at its best: its whole
-forward as one CUDA graph. "fa4" is the extra `attention`. A configuration without "fa4" in its name
+closer to eager's, from torch 2.15 on. "compile+graphs" is torch.compile with its whole forward as
+one CUDA graph. "autotune" is its mode "max-autotune", which times variants of every GEMM and takes
+minutes to compile. "fa4" is the extra `attention`. A configuration without "fa4" in its name
 runs as if the extra were not installed, so that a name means the same on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,6 +35,8 @@ CONFIGS = (
     "compile+strict_pointwise",
     "compile+strict_reduction",
     "compile+graphs",
+    "compile+autotune",
+    "compile+autotune+graphs",
     "exact+compile",
     "fused+compile",
     "exact+graphs+compile",
@@ -63,21 +66,24 @@ def configured(
         report = stack.enter_context(how)
     if "compile" not in parts:
         return model, report
-    run = _compiled(model, stack, next((p for p in parts if p in STRICT), None))
-    return (_captured(run) if config == "compile+graphs" else run), report
+    run = _compiled(model, stack, parts)
+    return (_captured(run) if tier is None and "graphs" in parts else run), report
 
 
 def tier_of(config: str) -> str | None:
     """The `numerics` for `inject`, or None for a configuration without injection."""
-    plain = ("eager", "compile", "graphs", "fa4", "cache", *STRICT)
+    plain = ("eager", "compile", "graphs", "autotune", "fa4", "cache", *STRICT)
     return next((p for p in config.split("+") if p not in plain), None)
 
 
-def _compiled(model: Any, stack: ExitStack, strict: str | None = None) -> Callable[..., Any]:
+def _compiled(model: Any, stack: ExitStack, parts: Sequence[str] = ()) -> Callable[..., Any]:
     """Compile block by block where the library names the blocks, as diffusers recommends."""
+    strict = next((part for part in parts if part in STRICT), None)
     if strict is not None and not has_compile_option("numerics"):
         raise CannotRun(f"torch.compile of torch {torch.__version__} has no numerics {strict!r}")
     how: dict[str, Any] = {} if strict is None else {"options": {"numerics": strict}}
+    if "autotune" in parts:  # without its own graphs, which copy every input of every block
+        how["mode"] = "max-autotune-no-cudagraphs"
     torch.compiler.reset()
     repeated = repeated_blocks(model)
     blocks = [m for m in model.modules() if type(m).__name__ in repeated]

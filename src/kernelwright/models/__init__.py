@@ -9,9 +9,9 @@ downloaded:
 
 from __future__ import annotations
 
-from .catalog import build, inputs, presets, table
+from .catalog import build, family_of, inputs, presets, table
 from .loading import load
 from .pipeline import ltx_pipeline
 from .preset import Preset
 
-__all__ = ["Preset", "build", "inputs", "load", "ltx_pipeline", "presets", "table"]
+__all__ = ["Preset", "build", "family_of", "inputs", "load", "ltx_pipeline", "presets", "table"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import close_names
 from . import flux, hunyuan, image, image_llm, language, unet, video, video_audio
 from .preset import Preset
 
@@ -68,17 +68,30 @@ def preset(name: str) -> Preset:
 
 
 def suggestion(name: str) -> str:
-    """The presets whose names are similar to `name`, or all of them."""
-    near = difflib.get_close_matches(name, _by_name(), cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"there are {', '.join(_by_name())}"
+    """The presets whose names are similar to `name`, or the command that lists them."""
+    return close_names.suggestion(name, _by_name(), "kernelwright models")
+
+
+FAMILIES = {
+    "Video": (video, hunyuan, video_audio),
+    "Image": (flux, image, image_llm),
+    "U-Net": (unet,),
+    "Language": (language,),
+}
+
+
+def family_of(name: str) -> str:
+    """What kind of model a preset is: "Video", "Image", "U-Net", "Language"; "Other" if none."""
+    for family, files in FAMILIES.items():
+        if any(preset.name == name for file in files for preset in file.PRESETS):
+            return family
+    return "Other"
 
 
 @cache
 def _by_name() -> dict[str, Preset]:
-    families = (video, hunyuan, video_audio, flux, image, image_llm, unet, language)
-    return {preset.name: preset for family in families for preset in family.PRESETS}
+    files = (file for family in FAMILIES.values() for file in family)
+    return {preset.name: preset for file in files for preset in file.PRESETS}
 
 
 def table() -> Any:

@@ -80,18 +80,31 @@ def _read(source: str, file: str) -> dict[str, Any] | None:
     """A JSON file of a folder or of a repository on the Hub; None if it has no such file."""
     if Path(source).is_dir():
         path = Path(source) / file
-        return json.loads(path.read_text()) if path.is_file() else None
+        return _parsed(path) if path.is_file() else None
     if not HUB_ID.fullmatch(source):
         raise _nothing(source, 'an id on the Hub has the form "owner/name"')
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return json.loads(Path(huggingface_hub.hf_hub_download(source, file)).read_text())
+        return _parsed(Path(huggingface_hub.hf_hub_download(source, file)))
     except EntryNotFoundError:  # on the Hub, or, without a network, in the cache
         return None
     except OSError as error:
         raise _nothing(source, str(error)) from error
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a ValueError that names the file if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path}: not valid JSON ({error}); download or save it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path}: holds a {type(content).__name__}, expected an object of settings"
+        )
+    return content
 
 
 def _nothing(source: str, why: str) -> ValueError:
@@ -132,7 +145,17 @@ def _cast(library: str, dtype: torch.dtype) -> dict[str, Any]:
 
 def _empty(cls: Any, source: str, subfolder: str | None, dtype: torch.dtype) -> nn.Module:
     """A model on the meta device, from its config."""
-    place = {"subfolder": subfolder} if subfolder else {}
+    try:
+        return _from_config(cls, source, {"subfolder": subfolder} if subfolder else {}, dtype)
+    except OSError:  # the library names the file
+        raise
+    except Exception as error:  # whatever a value of a wrong kind leads to
+        file = "/".join(part for part in (source, subfolder, MODEL) if part)
+        why = " ".join(str(error).split())
+        raise ValueError(f"{file}: no {cls.__name__} can be built from it ({why})") from error
+
+
+def _from_config(cls: Any, source: str, place: dict[str, str], dtype: torch.dtype) -> nn.Module:
     if hasattr(cls, "load_config"):  # diffusers
         config = cls.load_config(source, **place)
         return empty_model(lambda: cls.from_config(config), dtype)
@@ -152,6 +175,8 @@ def _empty_pipeline(source: str, index: dict[str, Any], dtype: torch.dtype) -> A
         if not isinstance(value, list):
             parts[name] = value
             continue
+        if len(value) != 2:
+            raise ValueError(f"{source}/{PIPELINE}: {name} is {value}, expected library and class")
         library, class_name = value
         if library is None:
             parts[name] = None

@@ -7,7 +7,6 @@ torch.ops.kernelwright.<name>_backward; an op without one runs its reference aga
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import or_
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import Launch, Target, Unsupported
+from ..backends.user_warnings import warn
 from . import selection
 from .plan import Call, on_device
 from .plan_cache import PlanCache, remember
@@ -102,7 +102,7 @@ def _by_kernels(
     except Unsupported as no:
         if named:
             raise ValueError(f"{name}: backend {backend!r} cannot run this: {no}") from no
-        warnings.warn(f"{name}: {no}; running the formula in PyTorch instead", stacklevel=2)
+        warn(f"{name}: {no}; running the formula in PyTorch instead")
         return False
     return True
 

@@ -12,7 +12,6 @@ the output and launch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from ..backends import Launch, Unsupported
 from ..backends.torch_internals import dispatch_modes
+from ..backends.user_warnings import warn
 from . import checks, gradient, hub_servers, library, plugins, selection
 from .backward import Backward
 from .call_codegen import compile_call, compile_key
@@ -221,7 +221,7 @@ class Op:
                     f"{self.name}: backend {how.backend!r} cannot run this: {no}"
                 ) from no
             chain = f"the eager chain {how.exact!r}" if how.exact else "the PyTorch reference"
-            warnings.warn(f"{self.name}: {no}; running {chain} instead", stacklevel=5)
+            warn(f"{self.name}: {no}; running {chain} instead")
             self._refuse_promotion(args, how.exact)
             return eager_plan(self, how)
 

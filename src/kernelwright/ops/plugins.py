@@ -9,8 +9,9 @@ They are imported on the first call of `registry`, not with kernelwright itself.
 from __future__ import annotations
 
 import functools
-import warnings
 from importlib.metadata import entry_points
+
+from ..backends.user_warnings import warn
 
 # a Hub package is a copy of this folder under another name: it does not load our plug-ins
 GROUP = f"{__name__.partition('.')[0]}.ops"
@@ -23,7 +24,4 @@ def load() -> None:
         try:
             entry.load()
         except Exception as error:
-            warnings.warn(
-                f"kernelwright: the ops of {entry.value!r} are left out, its import fails: {error}",
-                stacklevel=3,
-            )
+            warn(f"the ops of {entry.value!r} are left out, its import fails: {error}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ import torch
 
 from .. import backends
 from ..backends.torch_internals import mark_constant
+from ..backends.user_warnings import warn
 from . import checks
 
 BACKENDS = ("auto", "torch", "triton", "cuda", "aot", "hub")
@@ -98,7 +98,7 @@ def choose(
         problems.append(f"{name}: {problem}")
     reason = "; ".join(problems)
     if dtype != torch.float64:
-        warnings.warn(f"{op}: running plain PyTorch ({reason})", stacklevel=6)
+        warn(f"{op}: running plain PyTorch ({reason})")
     return Choice("torch", reason)
 
 

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..measure.cpu_caveat import caveats
 from .categories import CATEGORIES, NOTE
 
 TOP = 15
@@ -29,6 +30,7 @@ def page(rows: Sequence[dict[str, Any]]) -> Group:
             parts += [Text(line) for line in _lines(found)]
     if parts:
         parts.append(Text(NOTE, style="dim"))
+    parts += [Text(text, style="yellow") for text in caveats(rows)]
     if counted := [row for row in rows if row["level"] == 3]:
         parts.append(_counters(counted))
         parts += [Text(f"{short_name(r['name'])} {r['grid']}: {r['advice']}") for r in counted]

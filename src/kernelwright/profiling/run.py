@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..close_names import suggestion
+from ..errors import BadSetting
 from ..measure import results
 from ..measure.configs import CONFIGS
 from ..measure.results import environment_of
@@ -47,7 +49,8 @@ def run(
             raise ValueError(f"no level {level}, expected any of 1, 2, 3")
     for config in configs:
         if config not in CONFIGS:
-            raise ValueError(f"no configuration {config!r}, expected any of {', '.join(CONFIGS)}")
+            near = suggestion(config, CONFIGS, "kernelwright profile --help")
+            raise BadSetting("--config", f"no configuration {config!r}; {near}")
     kernels = kernels or pattern()
     try:
         re.compile(kernels)

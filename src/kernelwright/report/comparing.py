@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..measure.cpu_caveat import CAVEAT
 from ..video.settings import CONTROL
 from .json_values import Unreadable
 from .reading import Results
-from .rows import CountedRow
+from .rows import CPU, CountedRow
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes over `threshold` percent among the rows that both runs have."""
+    """All changes over `threshold` percent. Of the `rows` that both runs have, one that got worse
+    in anything is worse; `lost` are in the old run alone, `added` in the new one alone."""
 
     threshold: float
     rows: int
+    worse: int
+    better: int
+    lost: int
+    added: int
     changes: list[Change]
     notes: list[str]
 
@@ -65,19 +72,28 @@ def compare(old: Iterable[Results], new: Iterable[Results], threshold: float) ->
     common = before.keys() & after.keys()
     if not common:
         raise Unreadable("OLD and NEW have no row in common; give two runs of the same benchmark")
-    changes = [c for key in before if key in common for c in _changes(before[key], after[key])]
-    changes = [c for c in changes if c.percent is None or abs(c.percent) > threshold]
-    changes.sort(key=lambda c: (not c.regression, -abs(c.percent or float("inf")), c.row))
-    changes += [
-        Change(reading.name, "row", "there", "lost", None, True)
-        for key, reading in before.items()
-        if key not in common
+    changed = [
+        [
+            c
+            for c in _changes(before[key], after[key])
+            if c.percent is None or abs(c.percent) > threshold
+        ]
+        for key in before
+        if key in common
     ]
-    return Comparison(threshold, len(common), changes, _notes(gpus, changes))
+    worse = sum(any(c.regression for c in row) for row in changed)
+    better = sum(bool(row) for row in changed) - worse
+    changes = [c for row in changed for c in row]
+    changes.sort(key=lambda c: (not c.regression, -abs(c.percent or math.inf), c.row))
+    lost = [reading for key, reading in before.items() if key not in common]
+    added = len(after) - len(common)
+    changes += [Change(reading.name, "row", "there", "lost", None, True) for reading in lost]
+    counts = (len(common), worse, better, len(lost), added)
+    return Comparison(threshold, *counts, changes, _notes(gpus, changes))
 
 
 def _notes(gpus: list[list[str]], changes: list[Change]) -> list[str]:
-    notes = []
+    notes = [CAVEAT] if CPU in gpus[0] + gpus[1] else []
     if gpus[0] != gpus[1]:
         notes.append(f"not the same GPU: {', '.join(gpus[0])} before, {', '.join(gpus[1])} now")
     if any(c.row.endswith(" eager") and c.percent is not None for c in changes):
@@ -108,6 +124,9 @@ def _rows(file: Results) -> Iterator[tuple[tuple[Any, ...], Reading]]:
         figures = _known({"ms": t.ms, "GiB": t.peak_gib})
         name = f"training {t.title} {t.config}"
         yield t.key, Reading(name, figures, equal=t.equal, missing=t.failed)
+    for g in file.generation:
+        figures = _known({"ms/token": g.ms, "first token ms": g.first_token_ms})
+        yield g.key, Reading(f"{g.title} {g.config}", figures, equal=g.equal, missing=g.failed)
     for v in file.video:
         if v.config != CONTROL:
             figures = _known({"total s": v.total_s, "step s": v.step_s, "GiB": v.gib})

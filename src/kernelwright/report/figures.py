@@ -10,7 +10,16 @@ from typing import Any
 
 from ..video.settings import CONTROL
 from .reading import Results
-from .rows import CountedRow, ExactRow, ModelRow, OpRow, ProfileRow, TrainingRow, VideoRow
+from .rows import (
+    CountedRow,
+    ExactRow,
+    GenerationRow,
+    ModelRow,
+    OpRow,
+    ProfileRow,
+    TrainingRow,
+    VideoRow,
+)
 
 IDLE = "no kernel"
 
@@ -46,9 +55,15 @@ class Model:
 
     @property
     def best_compiled(self) -> ModelRow | None:
-        """torch.compile at its best, with or without a CUDA graph."""
-        compiled = [r for r in self.rows if r.config in ("compile", "compile+graphs") and r.ms]
+        """torch.compile at its best, with or without a CUDA graph and max-autotune."""
+        compiled = [r for r in self.rows if r.config.startswith("compile") and r.ms]
         return min(compiled, key=lambda r: r.ms or 0.0, default=None)
+
+    @property
+    def floor(self) -> float | None:
+        """Milliseconds of the GEMMs and attention of the exact run."""
+        exact = self.row("exact+graphs") or self.row("exact")
+        return exact.split["GEMM"] + exact.split["attention"] if exact and exact.split else None
 
     @property
     def gain(self) -> float:
@@ -76,6 +91,18 @@ class Training:
     rows: tuple[TrainingRow, ...]
 
     def speedup(self, row: TrainingRow) -> float | None:
+        eager = next((r for r in self.rows if r.config == "eager"), None)
+        return eager.ms / row.ms if eager and eager.ms and row.ms else None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The configurations of one language model that generates, in one file."""
+
+    title: str
+    rows: tuple[GenerationRow, ...]
+
+    def speedup(self, row: GenerationRow) -> float | None:
         eager = next((r for r in self.rows if r.config == "eager"), None)
         return eager.ms / row.ms if eager and eager.ms and row.ms else None
 
@@ -128,7 +155,9 @@ class Device:
     name: str
     files: tuple[Results, ...]
     models: tuple[Model, ...]
+    loops: tuple[Model, ...]
     training: tuple[Training, ...]
+    generation: tuple[Generation, ...]
     videos: tuple[Video, ...]
     profiles: tuple[Profile, ...]
     ops: tuple[OpRow, ...]
@@ -145,7 +174,9 @@ def devices(files: Sequence[Results]) -> list[Device]:
             name,
             tuple(group),
             tuple(sorted(_models(group), key=lambda m: -m.gain)),
+            tuple(_models(group, loops=True)),
             tuple(_training(group)),
+            tuple(_generation(group)),
             tuple(_videos(group)),
             tuple(_profiles(group)),
             tuple(row for file in group for row in file.ops),
@@ -155,14 +186,22 @@ def devices(files: Sequence[Results]) -> list[Device]:
     ]
 
 
-def _models(files: list[Results]) -> list[Model]:
-    grouped = _grouped(files, lambda file: file.models, lambda row: row.workload.title)
+def _models(files: list[Results], loops: bool = False) -> list[Model]:
+    def rows(file: Results) -> list[ModelRow]:
+        return [row for row in file.models if row.workload.is_loop == loops]
+
+    grouped = _grouped(files, rows, lambda row: row.workload.title)
     return [Model(title, tuple(rows)) for title, rows in grouped]
 
 
 def _training(files: list[Results]) -> list[Training]:
     grouped = _grouped(files, lambda file: file.training, lambda row: row.title)
     return [Training(title, tuple(rows)) for title, rows in grouped]
+
+
+def _generation(files: list[Results]) -> list[Generation]:
+    grouped = _grouped(files, lambda file: file.generation, lambda row: row.title)
+    return [Generation(title, tuple(rows)) for title, rows in grouped]
 
 
 def _videos(files: list[Results]) -> list[Video]:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .charts import Bar, Piece, bars, legend
-from .figures import Device, Model, devices, short
-from .markup import NONE, STYLE, Html, joined, number, table, tag
+from ..measure.cpu_caveat import CAVEAT
+from .figures import Device, devices, short
+from .generation import generation_section
+from .markup import NONE, STYLE, Html, joined, table, tag
+from .models import loops_section, models_section
 from .ops import ops_section
 from .other_kinds import others_section
 from .profiles import profiles_section
 from .reading import Results
-from .rows import ModelRow
+from .rows import CPU
 from .sentences import exact_sentence, lead, ops_sentence
 from .training import training_section
 from .videos import videos_section
-from .waterfall import waterfall
-
-COLOURS = (
-    ("exact", "injected, exact"),
-    ("fused", "injected, fused"),
-    ("fp8", "injected, fp8"),
-    ("compile", "torch.compile alone"),
-    ("eager", "eager"),
-)
 
 
 def page(files: Sequence[Results]) -> str:
@@ -42,6 +35,7 @@ def page(files: Sequence[Results]) -> str:
         "\n",
     )
     top = tag("h1", "kernelwright report"), tag("p", first, class_="lead"), *_paragraphs(more)
+    top += (tag("p", f"{NONE} stands for what was not measured.", class_="note"),)
     body = joined((tag("header", joined(top)), *map(_device, found), _environment(files)), "\n")
     return f'<!doctype html>\n<html lang="en">\n{tag("head", head)}\n{tag("body", body)}\n</html>\n'
 
@@ -52,11 +46,16 @@ def _paragraphs(sentences: Sequence[str]) -> list[Html]:
 
 def _device(device: Device) -> Html:
     pieces: list[str] = [tag("h2", device.name)]
+    if device.name == CPU:
+        pieces.append(tag("p", CAVEAT, class_="bad"))
     if device.models:
-        pieces += [tag("h3", "Models"), _overview(device.models), legend(COLOURS)]
-        pieces.append(tag("div", joined(map(_model, device.models), "\n"), class_="models"))
+        pieces += [tag("h3", "Models"), *models_section(device.models)]
+    if device.loops:
+        pieces += [tag("h3", "Denoising loops"), *loops_section(device.loops)]
     if device.training:
         pieces += [tag("h3", "Training"), *training_section(device.training)]
+    if device.generation:
+        pieces += [tag("h3", "Text generation"), *generation_section(device.generation)]
     if device.videos:
         pieces += [tag("h3", "Videos"), *videos_section(device.videos)]
     if device.profiles:
@@ -70,88 +69,6 @@ def _device(device: Device) -> Html:
     for file in device.files:
         pieces += others_section(file) if file.others else []
     return tag("section", joined(pieces, "\n"))
-
-
-def _overview(models: Sequence[Model]) -> Html:
-    configs = list(dict.fromkeys(r.config for m in models for r in m.rows if r.config != "eager"))
-    rows = []
-    for model in models:
-        eager = model.row("eager")
-        cells = [model.title, f"{eager.ms:.1f}" if eager else NONE]
-        for config in configs:
-            row = model.row(config)
-            cells.append(_gain(model, row) if row else NONE)
-        rows.append(cells)
-    note = "Speed-up of one forward over eager; = means the same bits as eager."
-    head = ["model", "eager ms", *configs]
-    return joined((tag("p", note, class_="note"), table(head, rows)))
-
-
-def _gain(model: Model, row: ModelRow) -> Html:
-    """The speed-up over eager, and = where the bits are eager's."""
-    gain = model.speedup(row)
-    same = "=" if row.equal and row.config != "eager" else ""
-    return joined((f"{gain:.2f}×" if gain else NONE, tag("span", same, class_="same")))
-
-
-def _model(model: Model) -> Html:
-    lines = []
-    for row in model.rows:
-        gain = model.speedup(row)
-        if gain is None:
-            continue
-        piece = Piece(0, gain, _colour(row.config), f"{row.config}: {row.ms:.1f} ms")
-        lines.append(Bar(row.config, _gain(model, row), (piece,)))
-    chart = bars(lines, f"{model.title}: speed-up over eager", mark=1.0) if lines else Html("")
-    notes = [tag("p", text, class_="note") for row in model.rows for text in _notes(row)]
-    steps = waterfall(model.title, model.steps) if model.steps else Html("")
-    pieces = [tag("h4", model.title), chart, steps, *notes, _figures(model)]
-    return tag("article", joined(pieces, "\n"))
-
-
-def _colour(config: str) -> str:
-    return next(colour for colour, _ in COLOURS if colour in config or colour == "eager")
-
-
-def _figures(model: Model) -> Html:
-    head = ["config", "bits", "ms", "first s", "cold s", "warm s", "peak GiB", "error", "replaced"]
-    rows = [
-        [
-            row.config,
-            _bits(row),
-            number(row.ms, ".1f"),
-            number(row.first_s, ".2f"),
-            number(row.cold_s, ".2f"),
-            number(row.warm_s, ".2f"),
-            number(row.peak_gib, ".1f"),
-            number(row.error, ".2e"),
-            number(row.replaced, ""),
-        ]
-        for row in model.rows
-    ]
-    inside = [tag("summary", "Figures"), table(head, rows, words=2)]
-    sites = next((row for row in (model.after, *model.rows) if row and row.sites), None)
-    if sites:
-        listed = ", ".join(_site(name, fates) for name, fates in sites.sites.items())
-        inside.append(tag("p", f"Sites, {sites.config}: {listed}.", class_="note"))
-    return tag("details", joined(inside))
-
-
-def _bits(row: ModelRow) -> str:
-    if row.failed:
-        return "not here" if row.unavailable else "failed"
-    return "equal" if row.equal else "differ"
-
-
-def _site(name: str, fates: dict[str, int]) -> str:
-    return f"{name} ({', '.join(f'{count} {fate}' for fate, count in fates.items())})"
-
-
-def _notes(row: ModelRow) -> list[str]:
-    """Failures and problems of a row."""
-    without = [g for g in row.graphs if "without" in g]
-    failed = [row.failed] if row.failed else []
-    return [f"{row.config}: {text}" for text in (*failed, *row.problems, *without)]
 
 
 def _environment(files: Sequence[Results]) -> Html:

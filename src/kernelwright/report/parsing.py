@@ -10,6 +10,7 @@ from .rows import (
     RANDOM,
     CountedRow,
     ExactRow,
+    GenerationRow,
     Kernel,
     ModelRow,
     OpRow,
@@ -85,6 +86,23 @@ def _training(row: Values, head: Values) -> TrainingRow:
         peak_gib=row.maybe("peak_gib"),
         problems=_problems(row),
         **{name: 0 if failed else row.count(name) for name in counts},
+    )
+
+
+def _generation(row: Values, head: Values) -> GenerationRow:
+    failed = row.text("failed") if "failed" in row.values else None
+    for name in ("prompt", "new_tokens", "batch_size"):
+        Values(f"{row.where}: sizes", row.table("sizes")).count(name)
+    return GenerationRow(
+        workload=_workload(row),
+        config=row.text("config"),
+        ms=None if failed else row.time("ms"),
+        failed=failed,
+        tokens_per_s=None if failed else row.time("tokens_per_s"),
+        first_token_ms=None if failed else row.time("first_token_ms"),
+        first_call_s=row.maybe("first_call_s"),
+        tokens_equal=None if failed else row.flag("tokens_equal"),
+        equal=None if failed else row.flag("equal"),
     )
 
 
@@ -195,6 +213,7 @@ def _counted(row: Values) -> CountedRow:
 KINDS: dict[str, Callable[[Values, Values], Any]] = {
     "models": _model,
     "training": _training,
+    "generation": _generation,
     "ops": _op,
     "exact": _exact,
     "video": _video,

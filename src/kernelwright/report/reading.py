@@ -15,6 +15,7 @@ from .rows import (
     CountedRow,
     Environment,
     ExactRow,
+    GenerationRow,
     ModelRow,
     OpRow,
     ProfileRow,
@@ -32,6 +33,7 @@ class Results:
     environment: Environment
     models: tuple[ModelRow, ...] = ()
     training: tuple[TrainingRow, ...] = ()
+    generation: tuple[GenerationRow, ...] = ()
     ops: tuple[OpRow, ...] = ()
     exact: tuple[ExactRow, ...] = ()
     video: tuple[VideoRow, ...] = ()

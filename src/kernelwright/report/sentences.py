@@ -6,17 +6,18 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from .figures import Device, Model, Profile, Video
+from .rows import CPU
 
 USUAL = "ltx-video"  # the model that the kernels were first written for
 
 
 def lead(found: Sequence[Device]) -> list[str]:
     """The findings, the most important first, and what a reader needs to judge them."""
-    real = [(d, m) for d in found if d.name != "CPU" for m in d.models if not _tiny(m)]
+    real = [(d, m) for d in found if d.name != CPU for m in d.models if not _tiny(m)]
     gains = [(d, m) for d, m in real if m.best_exact]
     sentences = [*_model_sentences(gains)]
     if not gains and any(d.models or d.videos for d in found):
-        shown = [v for d in found if d.name != "CPU" for v in d.videos if not _tiny(v)]
+        shown = [v for d in found if d.name != CPU for v in d.videos if not _tiny(v)]
         if not shown:
             sentences.append("Nothing of full size was timed on a GPU: the times here say nothing.")
     for device in found:
@@ -25,7 +26,7 @@ def lead(found: Sequence[Device]) -> list[str]:
         f"{r.workload.model} {r.config} {m.speedup(r):.2f}×"
         for _, m in real
         for r in m.rows
-        if r.replaced is not None and (m.speedup(r) or 1) < 1
+        if r.replaced is not None and round(m.speedup(r) or 1, 2) < 1
     ]
     if slower:
         sentences.append(f"Slower than eager: {', '.join(slower)}.")
@@ -40,12 +41,14 @@ def lead(found: Sequence[Device]) -> list[str]:
 
 def _failed(device: Device) -> Iterator[str]:
     """What gave a wrong result; a configuration that is unavailable here did not fail."""
-    for model in device.models:
+    for model in (*device.models, *device.loops):
         wrong = (r for r in model.rows if r.failed and not r.unavailable)
         yield from (f"{r.workload.model} {r.config}" for r in wrong)
     for training in device.training:
         failed = (t for t in training.rows if t.failed and not t.unavailable)
         yield from (f"training {t.workload.model} {t.config}" for t in failed)
+    for generation in device.generation:
+        yield from (f"{g.workload.model} {g.config}" for g in generation.rows if g.failed)
     for video in device.videos:
         yield from (f"{r.workload.model} {r.config}" for r in video.rows if r.failed)
     yield from (f"{row.op} {row.case}" for row in device.ops if row.failed)
@@ -63,20 +66,27 @@ def _eager_ms(model: Model) -> float:
 def _model_sentences(gains: Sequence[tuple[Device, Model]]) -> Iterator[str]:
     if not gains:
         return
-    if len(gains) > 1:
-        middle = statistics.median(m.gain for _, m in gains)
-        models = f"{len(gains)} models, each at its fastest with the same bits"
+    # a model counts once, at its largest: the gain of a small one is often that of launching it
+    largest: dict[str, tuple[Device, Model]] = {}
+    for found in sorted(gains, key=lambda found: _eager_ms(found[1])):
+        largest[found[1].rows[0].workload.model] = found
+    if len(largest) > 1:
+        middle = statistics.median(model.gain for _, model in largest.values())
+        models = f"{len(largest)} models, each at its fastest with the same bits"
         yield f"Median of {models}: {middle:.2f}×."
-    named = [found for found in gains if found[1].rows[0].workload.model == USUAL]
-    # the gain of a small model is often that of launching it faster
-    device, model = max(named or gains, key=lambda found: _eager_ms(found[1]))
+    usual = [largest[USUAL]] if USUAL in largest else list(largest.values())
+    device, model = max(usual, key=lambda found: _eager_ms(found[1]))
     assert model.best_exact
     how = f"{model.best_exact.config} on {device.name}"
     yield f"{model.title}: {model.gain:.2f}× with the same bits ({how})."
-    pairs = [(m.best_exact, m.best_compiled) for _, m in gains]
-    known = [(a.ms, b.ms) for a, b in pairs if a and b and a.ms and b.ms]
+    pairs = [(m.title, m.best_exact, m.best_compiled) for _, m in gains]
+    known = [(title, a.ms, b.ms) for title, a, b in pairs if a and b and a.ms and b.ms]
     if known:
-        yield f"Faster than torch.compile in {sum(a < b for a, b in known)} of {len(known)}."
+        slower = [title for title, a, b in known if a >= b]
+        told = (
+            f"Faster than torch.compile at its best in {len(known) - len(slower)} of {len(known)}"
+        )
+        yield f"{told}{', not in ' if slower else ''}{', '.join(slower)}."
 
 
 def video_sentence(device: Device, video: Video) -> str | None:
@@ -84,7 +94,7 @@ def video_sentence(device: Device, video: Video) -> str | None:
     same = [r for r in video.rows if r.equal and r.config != "eager" and r is not video.control]
     best = max(same, key=lambda r: video.speedup(r) or 0.0, default=None)
     gain = best and video.speedup(best)
-    if device.name == "CPU" or _tiny(video) or not best or not gain:
+    if device.name == CPU or _tiny(video) or not best or not gain:
         return None
     return (
         f"A whole video, {video.title}: {best.total_s:.1f} s, {gain:.2f}× with the same bits "

@@ -118,7 +118,18 @@ def summary(measured: Measured) -> Table:
         shown.add_row("memory", f"{_gib(times)} GiB")
     if measured.report is not None:
         shown.add_row("kernels", measured.report.summary)
+        if measured.way.graphs:
+            shown.add_row("graphs", _graphs(measured))
     return shown
+
+
+def _graphs(measured: Measured) -> str:
+    """What was captured, or why nothing was."""
+    assert measured.report is not None
+    told = "\n".join(graphs.describe() for graphs in measured.report.graphs)
+    if any(graphs.captured for graphs in measured.report.graphs):
+        return told
+    return f"no CUDA graph was made, every call ran without one:\n{told}"
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:

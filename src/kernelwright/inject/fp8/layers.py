@@ -9,7 +9,6 @@ report says so.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from ...backends.user_warnings import warn
 from ...ops import fp8
 from ...ops.fp8.reference import ACTIVATIONS
 from ..graphs.capture import capturing, depend, keep
@@ -212,7 +212,7 @@ class Fp8Layers:
             Finding(name, "Linear", inputs, sites, error=error, problem=problem)
         )
         if problem:
-            warnings.warn(f"{name} at {inputs}: {problem}; that stays eager", stacklevel=4)
+            warn(f"{name} at {inputs}: {problem}; that stays eager")
         return result if kept.good else expected
 
 

@@ -20,14 +20,15 @@ def render(report: Record) -> Iterator[Any]:
     table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
     several = len({line.component for line in report.lines}) > 1
     for name in (*(["component"] if several else []), "module", "count", "what happens to it"):
-        table.add_column(name, justify="right" if name == "count" else "left")
+        # folded, not cut: two names that are cut could look alike
+        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
     rows: Counter[tuple[str, str, str | None, str | None]] = Counter()
     for line, count in report.lines.items():
         rows[line.component, line.kind, line.replaced_by, line.left_alone] += count
     for (component, kind, does, why), count in sorted(
         rows.items(), key=lambda item: item[0][2] is None
     ):
-        cells = [_short(kind), str(count), fate(does, why)]
+        cells = [short_kind(kind), str(count), fate(does, why)]
         table.add_row(*([component] if several else []), *cells, style=None if does else "dim")
     yield table
     yield summary(report)
@@ -47,32 +48,11 @@ def render(report: Record) -> Iterator[Any]:
         yield graphs.describe()
 
 
-def architecture(report: Record) -> Any:
-    """Every place of a model that could be fused, one row for each."""
-    from rich.table import Table
-
-    table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
-    for name in ("module", "class", "count", "weight", "what inject does with it"):
-        table.add_column(name, justify="right" if name == "count" else "left")
-    for line, count in report.lines.items():
-        where = ".".join(p for p in (line.component, line.where) if p) or "the model"
-        weight = {True: "yes", False: "no", None: ""}[line.weight]
-        table.add_row(
-            where,
-            _short(line.kind),
-            str(count),
-            weight,
-            fate(line.replaced_by, line.left_alone),
-            style=None if line.replaced_by else "dim",
-        )
-    return table
-
-
 def fate(replaced_by: str | None, left_alone: str | None) -> str:
     return replaced_by or f"left alone: {left_alone}"
 
 
-def _short(kind: str) -> str:
+def short_kind(kind: str) -> str:
     """torch.nn.modules.normalization.RMSNorm -> torch RMSNorm"""
     return f"{kind.partition('.')[0]} {kind.rpartition('.')[2]}"
 

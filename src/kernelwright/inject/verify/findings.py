@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ...backends.user_warnings import warn
 from ..runtime.input_key import in_words
 from ..runtime.sites import DIFFERS
 
@@ -82,7 +82,6 @@ class Findings:
             Finding(name, kind, inputs, dict(notes), problem=problem, **vars(evidence))
         )
         if problem:
-            warnings.warn(f"{name} at {inputs}: {problem}; that stays eager", stacklevel=8)
+            warn(f"{name} at {inputs}: {problem}; that stays eager")
         elif evidence.unchecked:
-            text = f"{name} at {inputs} was not compared with eager: {evidence.unchecked}"
-            warnings.warn(text, stacklevel=8)
+            warn(f"{name} at {inputs} was not compared with eager: {evidence.unchecked}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from importlib import metadata
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 
 from ... import backends
 from ...backends.torch_internals import attention_kernels, mark_constant
+from ...backends.user_warnings import warn
 from .. import hub_servers
 from .launch import MAX_HEAD_DIM
 
@@ -180,7 +180,7 @@ def _fa4_installed() -> bool:
         importlib.import_module("flash_attn.cute")
     except Exception as error:
         # a dependency may be missing, or be built for another GPU or Python
-        warnings.warn(f"flash-attn-4 is installed but does not load: {error}", stacklevel=2)
+        warn(f"flash-attn-4 is installed but does not load: {error}")
         return False
     return True
 

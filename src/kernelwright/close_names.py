@@ -1,0 +1,26 @@
+"""What an error says about a name that is unknown."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+FEW = 9
+
+
+def suggestion(name: str, known: Collection[str], lists_them: str) -> str:
+    """The names that are similar to `name`; else all if they are few; else what lists them.
+
+    >>> suggestion("rmsnrom", ["rmsnorm", "geglu"], "kernelwright ops")
+    'did you mean rmsnorm?'
+    """
+    # transposed and missing letters score above 0.6; cut off what is far behind the best
+    scores = {k: difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio() for k in known}
+    best = max(scores.values(), default=0.0)
+    near = [k for k, score in scores.items() if score >= max(0.6, best - 0.15)]
+    if near:
+        near.sort(key=lambda k: -scores[k])
+        return f"did you mean {' or '.join(near[:3])}?"
+    if len(known) <= FEW:
+        return f"there are {', '.join(known)}"
+    return f"`{lists_them}` lists them"
