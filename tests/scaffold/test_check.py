@@ -7,6 +7,7 @@ import torch
 from plugged import change, plugged
 from typer.testing import CliRunner
 
+import kernelwright
 from kernelwright.backends import HOPPER
 from kernelwright.checking import emulator
 from kernelwright.checking.promises import Promise, close_emulated
@@ -207,6 +208,8 @@ def test_an_op_of_another_package_is_listed_and_timed_like_ours(tmp_path):
         timed = invoke("bench", "ops", "check_listed", "--json")
         assert timed.exit_code == 0, timed.output
         assert [row["op"] for row in json.loads(timed.stdout)] == ["check_listed"]
+        one = torch.ones(2)
+        assert torch.equal(kernelwright.check_listed(one, one), torch.sigmoid(one))
     assert "check_listed" not in registry()
 
 

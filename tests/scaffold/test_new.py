@@ -44,12 +44,17 @@ def made(tmp_path_factory):
     }
 
 
-def test_the_tests_of_every_kind_in_every_language_are_green(made):
-    """As a person runs them, in an interpreter of its own."""
-    sources = [str(c.root / "src") for c in made.values()]
+def test_the_tests_of_every_kind_are_green(tmp_path):
+    """As a person runs them, in an interpreter of its own, with kernels in both languages."""
+    made = [
+        create(name, "triton,cuda", kind, tmp_path / name)
+        for kind in KINDS
+        if (name := named("both", kind))
+    ]
+    sources = [str(c.root / "src") for c in made]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-rA"]
-        + [str(c.root / "tests") for c in made.values()],
+        + [str(c.root / "tests") for c in made],
         env=environment(ROOT / "src", *sources),
         capture_output=True,
         text=True,
@@ -57,11 +62,10 @@ def test_the_tests_of_every_kind_in_every_language_are_green(made):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     passed = [line for line in done.stdout.splitlines() if line.startswith("PASSED")]
-    for (language, _), created in made.items():
+    for created in made:
         own = [line for line in passed if f"test_{created.name}[" in line]
         assert len(own) > 40
-        if language == "triton":
-            assert any("triton: odd width" in x or "triton: width 33" in x for x in own)
+        assert any("triton: odd width" in x or "triton: width 33" in x for x in own)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -88,9 +92,23 @@ def test_the_kernel_is_in_the_language_asked_for_and_in_no_other(made, language,
     assert all(c.used.clean and c.used.registers for c in found), found
 
 
+def test_one_op_may_have_kernels_in_both_languages(tmp_path):
+    out = tmp_path / "op"
+    result = invoke("new", "made_both", "--language", "triton,cuda", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    folder = out / "src" / "made_both"
+    assert {"triton.py", "cuda.py", "cuda.cuh"} < {p.name for p in folder.iterdir()}
+    text = (folder / "__init__.py").read_text()
+    assert 'backends=("torch", "triton", "cuda")' in text
+    assert 'backend: "torch", "triton" or "cuda"; None' in text
+    assert "kernelwright[cuda]" in (out / "pyproject.toml").read_text()
+
+
 def test_what_is_made_is_formatted_and_lint_clean(tmp_path):
-    for number, (language, kind) in enumerate(itertools.product(LANGUAGES, KINDS)):
-        for name in (f"made{number}", f"made{number}_{'x' * 26}"):
+    for number, (language, kind) in enumerate(
+        itertools.product((*LANGUAGES, "triton,cuda"), KINDS)
+    ):
+        for name in (f"made{number}", f"made{number}_{'x' * 25}"):
             create(name, language, kind, package=checkout(tmp_path))
             create(name, language, kind, tmp_path / "alone" / name)
     folders = [str(p) for p in (tmp_path / "alone").iterdir()]
@@ -174,7 +192,11 @@ def test_a_folder_under_ops_is_not_written_over(tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
-    [("--language", "hip", "expected triton or cuda"), ("--kind", "norm", "row-reduction")],
+    [
+        ("--language", "hip", "expected triton or cuda"),
+        ("--language", "triton,triton", "or both: triton,cuda"),
+        ("--kind", "norm", "row-reduction"),
+    ],
 )
 def test_a_language_or_kind_there_is_not_is_named(option, value, says, tmp_path):
     given = {"--language": "cuda", "--kind": "gated", "--out": str(tmp_path / "op")}

@@ -16,13 +16,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = Path(__file__).with_name("templates")
 # the files of a kernel in each language
 LANGUAGES = {"triton": ("triton.py",), "cuda": ("cuda.py", "cuda.cuh")}
-KINDS = ("elementwise", "row-reduction", "gated")
+KINDS = ("elementwise", "row-reduction", "gated", "gated-row-reduction")
 COMMON = ("__init__.py", "reference.py", "cases.py")
 
 
 @dataclass(frozen=True)
 class Created:
-    """A new op; `files` are relative to `root`."""
+    """A new op; `language` has a comma between two; `files` are relative to `root`."""
 
     name: str
     language: str
@@ -33,8 +33,8 @@ class Created:
 
     @property
     def kernel(self) -> Path:
-        """The file with the kernel's formula."""
-        last = LANGUAGES[self.language][-1]
+        """The file with the kernel's formula, that of the first language."""
+        last = LANGUAGES[self.language.partition(",")[0]][-1]
         return next(self.root / f for f in self.files if Path(f).name == last)
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def create(
     package: Path = PACKAGE,
 ) -> Created:
     """Write a working op: into the ops of `package`, which must be a checkout, or with `out` as a
-    package of its own in that folder."""
+    package of its own in that folder. `language` is "triton", "cuda" or both with a comma."""
     if out is None:
         ops = _checkout(package)
         check_name(name, ops)
@@ -82,7 +82,8 @@ def _checkout(package: Path) -> Path:
 def _op_files(name: str, language: str, kind: str, alone: bool) -> dict[str, str]:
     folder = TEMPLATES / kind.replace("-", "_")
     words = _words(name, language, alone)
-    filled = {file: _filled(folder / file, words) for file in (*COMMON, *LANGUAGES[language])}
+    kernels = [file for one in language.split(",") for file in LANGUAGES[one]]
+    filled = {file: _filled(folder / file, words) for file in (*COMMON, *kernels)}
     return {file: _absolute(text) if alone else text for file, text in filled.items()}
 
 
@@ -105,14 +106,17 @@ def _words(name: str, language: str, alone: bool) -> dict[str, str]:
     """The values of the templates' placeholders."""
     title = "".join(part.capitalize() for part in name.split("_"))
     imports = (f"from {name} import {name.upper()}", "from kernelwright.checking import op_tests")
+    languages = language.split(",")
+    quoted = [f'"{one}"' for one in languages]
     return {
         "name": name,
         "Name": title,
         "NAME": name.upper(),
-        "language": language,
-        "Language": {"triton": "Triton", "cuda": "CUDA C++"}[language],
+        "backends": ", ".join(quoted),
+        "or_backends": f" or {quoted[0]}" if len(quoted) == 1 else f", {' or '.join(quoted)}",
+        "Language": " and ".join({"triton": "Triton", "cuda": "CUDA C++"}[x] for x in languages),
         "distribution": f"kernelwright-{name.replace('_', '-')}",
-        "extra": "[cuda]" if language == "cuda" else "",
+        "extra": "[cuda]" if "cuda" in languages else "",
         "imports": "\n".join(sorted(imports)),
         "path_import": "\nfrom pathlib import Path" if alone else "",
         "source": 'str(Path(__file__).with_name("cuda.cuh"))'
