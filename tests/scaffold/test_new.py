@@ -20,6 +20,7 @@ from kernelwright.errors import CannotRun
 from kernelwright.ops.declared_ops import declared
 from kernelwright.ops.op import registry
 from kernelwright.scaffold import KINDS, LANGUAGES, create
+from kernelwright.scaffold.create import WITH_BACKWARD
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,7 @@ def made(tmp_path_factory):
 def test_the_tests_of_every_kind_are_green(tmp_path):
     """As a person runs them, in an interpreter of its own, with kernels in both languages."""
     made = [
-        create(name, "triton,cuda", kind, tmp_path / name)
+        create(name, "triton,cuda", kind, tmp_path / name, backward=kind in WITH_BACKWARD)
         for kind in KINDS
         if (name := named("both", kind))
     ]
@@ -66,6 +67,8 @@ def test_the_tests_of_every_kind_are_green(tmp_path):
         own = [line for line in passed if f"test_{created.name}[" in line]
         assert len(own) > 40
         assert any("triton: odd width" in x or "triton: width 33" in x for x in own)
+        gradients = [x for x in own if "triton: gradients, expanded, bfloat16" in x]
+        assert len(gradients) == (created.kind in WITH_BACKWARD)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -109,8 +112,9 @@ def test_what_is_made_is_formatted_and_lint_clean(tmp_path):
         itertools.product((*LANGUAGES, "triton,cuda"), KINDS)
     ):
         for name in (f"made{number}", f"made{number}_{'x' * 25}"):
-            create(name, language, kind, package=checkout(tmp_path))
-            create(name, language, kind, tmp_path / "alone" / name)
+            backward = "triton" in language and kind in WITH_BACKWARD
+            create(name, language, kind, package=checkout(tmp_path), backward=backward)
+            create(name, language, kind, tmp_path / "alone" / name, backward=backward)
     folders = [str(p) for p in (tmp_path / "alone").iterdir()]
     for command in (["check"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--no-cache"]
@@ -205,6 +209,19 @@ def test_a_language_or_kind_there_is_not_is_named(option, value, says, tmp_path)
     assert result.exit_code == 2
     assert value in result.output
     assert says in result.output
+    assert not (tmp_path / "op").exists()
+
+
+@pytest.mark.parametrize(
+    ("language", "kind", "says"),
+    [("cuda", "gated", "--language triton,cuda"), ("triton", "row-reduction", "elementwise")],
+)
+def test_a_backward_there_is_no_template_for_is_refused(language, kind, says, tmp_path):
+    given = ("--language", language, "--kind", kind, "--out", str(tmp_path / "op"))
+    result = invoke("new", "made_backward", *given, "--backward")
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "autograd differentiates the reference" in result.output
     assert not (tmp_path / "op").exists()
 
 

@@ -31,6 +31,12 @@ def new(
         Path | None,
         typer.Option(help="Create a separate package in this folder, not a folder under ops/."),
     ] = None,
+    backward: Annotated[
+        bool,
+        typer.Option(
+            "--backward", help="Add a Triton kernel for the gradients: elementwise and gated."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Create a new op: a working kernel with reference, cases, tests and benchmark, to change.
@@ -57,7 +63,7 @@ def new(
             f"{kind!r}, expected {', '.join(scaffold.KINDS)}", param_hint="--kind"
         )
     try:
-        created = scaffold.create(name, language, kind, out)
+        created = scaffold.create(name, language, kind, out, backward=backward)
     except scaffold.BadName as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from None
     except CannotRun as error:
