@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import hub, ops
 from .inject import Report, inject, injected, inspect, restore
 from .ops import *  # noqa: F403
@@ -17,3 +19,14 @@ __all__ = [
     "restore",
     *ops.__all__,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Ops of other packages by name, `kernelwright.my_op`; their entry points are loaded first."""
+    if not name.startswith("_"):
+        op = ops.registry().get(name)
+        if op is not None:
+            from .catalog import public
+
+            return public(op)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

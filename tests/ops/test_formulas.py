@@ -1,11 +1,12 @@
 """What the formulas mean: how modulation spreads, what RoPE rotates by, which half is activated."""
 
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from declared import OPS, every_op, full, tensors
+from declared import OPS, every_op, full, small, tensors
 from numerics import as_tuple
 
 import kernelwright as kw
@@ -20,9 +21,14 @@ BATCH, FRAMES, TOKENS, WIDTH = 2, 3, 12, 64
 
 
 def modulated(op):
-    """The modulation that an op takes, by name; the first tensor is what it modulates."""
-    _, *given = tensors(full(op).arguments(Inputs(torch.float32)))
-    return [n for n in PARTS if n in given]
+    """The modulation that an op takes: the first tensor is what it modulates, and some case passes
+    fewer values than that. A `gate` as large as the input in every case is another operand."""
+    return [n for n in PARTS if any(map(functools.partial(_spreads, n), small(op)))]
+
+
+def _spreads(name, case):
+    first, *given = tensors(case.arguments(Inputs(torch.float32))).items()
+    return any(n == name and t.shape != first[1].shape for n, t in given)
 
 
 def spread(how, values):

@@ -7,7 +7,10 @@ import torch
 from plugged import change, plugged
 from typer.testing import CliRunner
 
+import kernelwright
 from kernelwright.backends import HOPPER
+from kernelwright.checking import emulator
+from kernelwright.checking.promises import Promise, close_emulated
 from kernelwright.cli import app
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import registry
@@ -84,13 +87,18 @@ def test_a_wrong_chain_example_or_error_is_not_good(tmp_path):
     ("name", "old", "new", "says"),
     [
         ("check_error", "y.fill(", "y.put(", '"put"'),
-        # an array that is indexed by what only the GPU knows lies on the stack
+        # more values at once than a thread has registers
         (
             "check_spill",
-            "    return Round::mul(",
-            "    float kept[64];\n    for (int j = 0; j < 64; j++) kept[j] = j * args.beta;\n"
-            "    return kept[__float_as_int(x.get(i)) & 63] + Round::mul(",
-            "stack 256",
+            "  y.fill([&](int i) {",
+            "  float kept[300], sum = 0.f;\n"
+            "  const volatile float* all = (const float*)args.x + threadIdx.x;\n"
+            "#pragma unroll\n"
+            "  for (int j = 0; j < 300; j++) sum = sum * args.beta + (kept[j] = all[j]);\n"
+            "#pragma unroll\n"
+            "  for (int j = 299; j >= 0; j--) sum = sum * args.beta + kept[j];\n"
+            "  y.fill([&](int i) {\n    if (sum == 7.f) return sum;",
+            "spills ",
         ),
     ],
 )
@@ -103,6 +111,79 @@ def test_a_cuda_kernel_that_does_not_compile_or_spills_is_not_good(name, old, ne
     assert result.exit_code == 1
     assert says in result.output
     assert "not good: " in result.output
+
+
+def test_stack_without_a_spill_is_no_failure(tmp_path):
+    """An array that is indexed by what only the GPU knows lies on the stack."""
+    pytest.importorskip("cuda.core")
+    created = create("check_stack", "cuda", "elementwise", tmp_path / "op")
+    array = "    float kept[64];\n    for (int j = 0; j < 64; j++) kept[j] = j * args.beta;\n"
+    change(
+        created.kernel,
+        "    return Round::mul(",
+        f"{array}    return kept[__float_as_int(x.get(i)) & 63] + Round::mul(",
+    )
+    with plugged(created):
+        report, parts = check("check_stack", "--only", "cubins", "--target", "sm_90")
+    assert report["good"]
+    assert "256 bytes of stack without a spill: no failure" in parts["cubins"]["summary"]
+
+
+def test_all_cases_compiles_more_than_the_largest(tmp_path):
+    pytest.importorskip("cuda.core")
+    created = create("check_cases", "cuda", "elementwise", tmp_path / "op")
+    with plugged(created):
+        _, largest = check("check_cases", "--only", "cubins", "--target", "sm_90")
+        _, every = check("check_cases", "--only", "cubins", "--target", "sm_90", "--all-cases")
+    assert "of the largest of 12 cases (--all-cases)" in largest["cubins"]["summary"]
+    assert "of all cases" in every["cubins"]["summary"]
+    assert len(every["cubins"]["rows"]) > 2 * len(largest["cubins"]["rows"])
+
+
+def test_the_reference_is_checked_before_there_is_a_kernel(tmp_path):
+    created = create("check_torch", "triton", "elementwise", tmp_path / "op")
+    created.kernel.write_text("raise RuntimeError('not written yet')\n")
+    with plugged(created):
+        report, parts = check("check_torch", "--backend", "torch", "--only", "tests,cubins")
+        assert invoke("check", "check_torch", "--only", "tests").exit_code == 1
+    assert report["good"], parts
+    assert parts["tests"]["summary"].endswith("plain PyTorch alone: no kernel runs here")
+    assert parts["cubins"]["skipped"]
+
+
+# a change to a CUDA package, and what a test then says without a GPU
+BROKEN_CUDA = {
+    "wrong formula": ("cuda.cuh", "Round::mul(x.get(i), args.beta)", "x.get(i)", "over the bar"),
+    "wrong grid": ("cuda.py", "block=BLOCK", "block=BLOCK // 4", "NaN in other"),
+    "swapped pointers": (
+        "cuda.py", 'pointers=("input", "out")', 'pointers=("out", "input")', "NaN in other",
+    ),
+    "another layout": ("cuda.py", 'layout="6q3If"', 'layout="6q3Iff"', "packs 88 bytes"),
+    "too much": ("cuda.cuh", "if (row >= args.rows.count) return;", "", "wrote outside of out"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not NO_GPU, reason="CUDA C++ is emulated where there is no GPU")
+@pytest.mark.skipif(emulator.problem() is not None, reason="no g++")
+@pytest.mark.parametrize("how", BROKEN_CUDA)
+def test_a_broken_cuda_kernel_is_not_good_without_a_gpu(how, tmp_path):
+    file, old, new, says = BROKEN_CUDA[how]
+    name = f"check_cuda_{how.replace(' ', '_')}"
+    created = create(name, "cuda", "elementwise", tmp_path / "op")
+    change(created.root / "src" / name / file, old, new)
+    if how == "another layout":
+        change(created.root / "src" / name / file, 'call["beta"])', 'call["beta"], 0.0)')
+    with plugged(created):
+        op = registry()[name]
+        chosen = [c for c in op.cases if c.name in ("odd width", "transposed")]
+        calls = [(c.arguments(Inputs(torch.float32)), None) for c in chosen]
+        built = emulator.compiled(op, calls)
+        broken = [
+            Promise(c.name, lambda c=c: close_emulated(op, c, torch.float32, None, built)).broken()
+            for c in chosen
+        ]
+    assert all(broken), broken
+    assert any(says in why for why in broken), broken
 
 
 def test_a_changed_header_is_another_kernel(tmp_path):
@@ -127,6 +208,8 @@ def test_an_op_of_another_package_is_listed_and_timed_like_ours(tmp_path):
         timed = invoke("bench", "ops", "check_listed", "--json")
         assert timed.exit_code == 0, timed.output
         assert [row["op"] for row in json.loads(timed.stdout)] == ["check_listed"]
+        one = torch.ones(2)
+        assert torch.equal(kernelwright.check_listed(one, one), torch.sigmoid(one))
     assert "check_listed" not in registry()
 
 

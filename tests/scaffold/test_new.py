@@ -20,6 +20,7 @@ from kernelwright.errors import CannotRun
 from kernelwright.ops.declared_ops import declared
 from kernelwright.ops.op import registry
 from kernelwright.scaffold import KINDS, LANGUAGES, create
+from kernelwright.scaffold.create import WITH_BACKWARD
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,12 +45,17 @@ def made(tmp_path_factory):
     }
 
 
-def test_the_tests_of_every_kind_in_every_language_are_green(made):
-    """As a person runs them, in an interpreter of its own."""
-    sources = [str(c.root / "src") for c in made.values()]
+def test_the_tests_of_every_kind_are_green(tmp_path):
+    """As a person runs them, in an interpreter of its own, with kernels in both languages."""
+    made = [
+        create(name, "triton,cuda", kind, tmp_path / name, backward=kind in WITH_BACKWARD)
+        for kind in KINDS
+        if (name := named("both", kind))
+    ]
+    sources = [str(c.root / "src") for c in made]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-rA"]
-        + [str(c.root / "tests") for c in made.values()],
+        + [str(c.root / "tests") for c in made],
         env=environment(ROOT / "src", *sources),
         capture_output=True,
         text=True,
@@ -57,11 +63,12 @@ def test_the_tests_of_every_kind_in_every_language_are_green(made):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     passed = [line for line in done.stdout.splitlines() if line.startswith("PASSED")]
-    for (language, _), created in made.items():
+    for created in made:
         own = [line for line in passed if f"test_{created.name}[" in line]
         assert len(own) > 40
-        if language == "triton":
-            assert any("triton: odd width" in x or "triton: width 33" in x for x in own)
+        assert any("triton: odd width" in x or "triton: width 33" in x for x in own)
+        gradients = [x for x in own if "triton: gradients, expanded, bfloat16" in x]
+        assert len(gradients) == (created.kind in WITH_BACKWARD)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -88,11 +95,26 @@ def test_the_kernel_is_in_the_language_asked_for_and_in_no_other(made, language,
     assert all(c.used.clean and c.used.registers for c in found), found
 
 
+def test_one_op_may_have_kernels_in_both_languages(tmp_path):
+    out = tmp_path / "op"
+    result = invoke("new", "made_both", "--language", "triton,cuda", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    folder = out / "src" / "made_both"
+    assert {"triton.py", "cuda.py", "cuda.cuh"} < {p.name for p in folder.iterdir()}
+    text = (folder / "__init__.py").read_text()
+    assert 'backends=("torch", "triton", "cuda")' in text
+    assert 'backend: "torch", "triton" or "cuda"; None' in text
+    assert "kernelwright[cuda]" in (out / "pyproject.toml").read_text()
+
+
 def test_what_is_made_is_formatted_and_lint_clean(tmp_path):
-    for number, (language, kind) in enumerate(itertools.product(LANGUAGES, KINDS)):
-        for name in (f"made{number}", f"made{number}_{'x' * 26}"):
-            create(name, language, kind, package=checkout(tmp_path))
-            create(name, language, kind, tmp_path / "alone" / name)
+    for number, (language, kind) in enumerate(
+        itertools.product((*LANGUAGES, "triton,cuda"), KINDS)
+    ):
+        for name in (f"made{number}", f"made{number}_{'x' * 25}"):
+            backward = "triton" in language and kind in WITH_BACKWARD
+            create(name, language, kind, package=checkout(tmp_path), backward=backward)
+            create(name, language, kind, tmp_path / "alone" / name, backward=backward)
     folders = [str(p) for p in (tmp_path / "alone").iterdir()]
     for command in (["check"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--no-cache"]
@@ -174,7 +196,11 @@ def test_a_folder_under_ops_is_not_written_over(tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
-    [("--language", "hip", "expected triton or cuda"), ("--kind", "norm", "row-reduction")],
+    [
+        ("--language", "hip", "expected triton or cuda"),
+        ("--language", "triton,triton", "or both: triton,cuda"),
+        ("--kind", "norm", "row-reduction"),
+    ],
 )
 def test_a_language_or_kind_there_is_not_is_named(option, value, says, tmp_path):
     given = {"--language": "cuda", "--kind": "gated", "--out": str(tmp_path / "op")}
@@ -183,6 +209,19 @@ def test_a_language_or_kind_there_is_not_is_named(option, value, says, tmp_path)
     assert result.exit_code == 2
     assert value in result.output
     assert says in result.output
+    assert not (tmp_path / "op").exists()
+
+
+@pytest.mark.parametrize(
+    ("language", "kind", "says"),
+    [("cuda", "gated", "--language triton,cuda"), ("triton", "row-reduction", "elementwise")],
+)
+def test_a_backward_there_is_no_template_for_is_refused(language, kind, says, tmp_path):
+    given = ("--language", language, "--kind", kind, "--out", str(tmp_path / "op"))
+    result = invoke("new", "made_backward", *given, "--backward")
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "autograd differentiates the reference" in result.output
     assert not (tmp_path / "op").exists()
 
 

@@ -1,12 +1,19 @@
 """The scripts of the skill: each prints its options, and runs on a CPU as its page says."""
 
+import ctypes
 import json
 import runpy
+import struct
+import subprocess
 import sys
 
 import pytest
+import torch
 
 from kernelwright import skill
+from kernelwright.backends import cuda
+from kernelwright.checking import emulator
+from kernelwright.checking.planned_kernels import usage
 
 SCRIPTS = sorted(p.name for p in (skill.FOLDER / "scripts").glob("*.py"))
 
@@ -21,7 +28,7 @@ def run(monkeypatch, name, *options):
 
 
 def test_they_have_the_names_that_the_skill_always_had():
-    assert set(SCRIPTS) == {
+    assert set(SCRIPTS) - {"foreign_kernel_example.py"} == {
         "bench_denoise.py",
         "benchmark_example.py",
         "benchmark_rmsnorm.py",
@@ -46,6 +53,48 @@ def test_they_are_short_and_tell_how_they_are_run(name):
     assert len(lines) < 90
     assert lines[0].startswith('"""')
     assert any(line.strip().startswith(f"python {name}") for line in lines)
+
+
+def test_a_foreign_kernel_is_an_op_of_pytorch(monkeypatch, capsys):
+    assert run(monkeypatch, "foreign_kernel_example.py", "--device", "cpu") == 0
+    assert "one graph under torch.compile" in capsys.readouterr().out
+
+
+ENTRY = """
+struct Args { const __nv_bfloat16 *x, *weight; __nv_bfloat16* y; int width; float eps; };
+extern "C" __global__ void entry(const Args a) { rmsnorm_row(a.x, a.weight, a.y, a.width, a.eps); }
+"""
+HEADER = skill.FOLDER / "scripts" / "standalone_rmsnorm.cuh"
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+def test_the_standalone_kernel_compiles(arch):
+    pytest.importorskip("cuda.core")
+    _, report = cuda.build(HEADER.read_text() + ENTRY, arch, verbose=True)
+    (used,) = usage(report)
+    assert used.clean
+
+
+@pytest.mark.skipif(emulator.problem() is not None, reason="no g++")
+def test_the_standalone_kernel_is_right(tmp_path):
+    """Emulated: 96 threads for rows of 40 vectors, so that some threads have none."""
+    launch = """
+extern "C" void launch(const void* packed, int grid, int block) {
+  static Args args;
+  memcpy(&args, packed, sizeof args);
+  launch_blocks([] { entry(args); }, grid, block);
+}
+"""
+    source, library = tmp_path / "kernel.cpp", tmp_path / "kernel.so"
+    text = emulator.included(HEADER.read_text(), set())
+    source.write_text(emulator.GPU.read_text() + text + ENTRY + launch)
+    subprocess.run(["g++", *emulator.FLAGS, "-o", library, source], check=True)
+    x, weight = torch.randn(5, 320).bfloat16(), torch.randn(320).bfloat16()
+    y = torch.empty_like(x)
+    packed = struct.pack("@3Pif", *(t.data_ptr() for t in (x, weight, y)), 320, 1e-6)
+    ctypes.CDLL(str(library)).launch(packed, 5, 96)
+    expected = torch.nn.functional.rms_norm(x.float(), (320,), weight.float(), 1e-6)
+    assert torch.equal(y, expected.bfloat16())
 
 
 def test_a_language_model_keeps_its_bits(monkeypatch, capsys):

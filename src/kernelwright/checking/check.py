@@ -11,14 +11,20 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from .. import backends, catalog
+from .. import backends as devices
+from .. import catalog
 from ..errors import BadSetting, CannotRun
+from ..ops.case import Inputs
 from ..ops.op import Composite, Op, registry
 from .conditions import interpret_without_gpu
 from .cubins import Cubin, cubins
+from .emulator import Emulator, compiled
+from .emulator import problem as emulator_problem
+from .op_cases import DTYPES, small
 from .planned_kernels import TARGETS
 from .promises import kernels_here, promises
 
+BACKENDS = ("torch", "triton", "cuda")
 PARTS = ("tests", "cubins", "gpu", "benchmark")
 # what the benchmark compares a kernel with
 PEERS = ("torch", "compile")
@@ -63,10 +69,20 @@ class Report:
         return {"good": self.good, "verdict": self.verdict, **asdict(self)}
 
 
-def check(name: str, only: Sequence[str] = (), targets: Sequence[str] = ()) -> Report:
-    """Check one op: all parts or `only` some, cubins for all `targets` or some. Raises BadSetting
-    for an unknown name."""
-    for option, given, known in (("--only", only, PARTS), ("--target", targets, tuple(TARGETS))):
+def check(
+    name: str,
+    only: Sequence[str] = (),
+    targets: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    all_cases: bool = False,
+) -> Report:
+    """Check one op: all parts or `only` some, of all `backends` or some, cubins for all `targets`
+    or some, of its largest case or of all. Raises BadSetting for an unknown name."""
+    for option, given, known in (
+        ("--only", only, PARTS),
+        ("--target", targets, tuple(TARGETS)),
+        ("--backend", backends, BACKENDS),
+    ):
         for value in given:
             if value not in known:
                 raise BadSetting(option, f"{value!r}, expected any of {', '.join(known)}")
@@ -78,10 +94,15 @@ def check(name: str, only: Sequence[str] = (), targets: Sequence[str] = ()) -> R
             "NAME", f"{error.args[0]} (an op of your own package is known once pip installed it)"
         ) from None
     op = registry()[name]
+    for backend in backends:
+        if backend not in op.backends:
+            has = ", ".join(op.backends)
+            raise BadSetting("--backend", f"{backend!r}: {name} has {has}")
+    written = [b for b in op.backends if b in ("triton", "cuda") and b in (backends or BACKENDS)]
     runs: dict[str, Callable[[], Part]] = {
-        "tests": lambda: _tests(op, "cpu"),
-        "cubins": lambda: _cubins(op, targets or tuple(TARGETS)),
-        "gpu": lambda: _on_gpu(op),
+        "tests": lambda: _tests(op, "cpu", backends),
+        "cubins": lambda: _cubins(op, written, targets or tuple(TARGETS), all_cases),
+        "gpu": lambda: _on_gpu(op, written, backends),
         "benchmark": lambda: _benchmark(op),
     }
     parts = []
@@ -92,8 +113,11 @@ def check(name: str, only: Sequence[str] = (), targets: Sequence[str] = ()) -> R
     return Report(name, op.formula, tuple(parts))
 
 
-def _tests(op: Op | Composite, device: str) -> Part:
-    every = list(promises(op, device))
+def _tests(op: Op | Composite, device: str, only: Sequence[str] = ()) -> Part:
+    emulator, unseen = None, ""
+    if device == "cpu" and "cuda" in op.backends and (not only or "cuda" in only):
+        emulator, unseen = _emulator(op)
+    every = list(promises(op, device, only, emulator))
     failures = []
     for promise in track(
         every, f"{op.name} on {device}", console=Console(stderr=True), transient=True
@@ -101,40 +125,70 @@ def _tests(op: Op | Composite, device: str) -> Part:
         why = promise.broken()
         if why is not None:
             failures.append(f"{promise.name}: {why}")
-    kernels = " and ".join(kernels_here(op, device))
     how = "interpreted" if device == "cpu" else "on the GPU"
-    with_kernels = f"{kernels} {how}" if kernels else "plain PyTorch alone: no kernel runs here"
+    ran = [f"{b} {how}" for b in kernels_here(op, device) if not only or b in only]
+    ran += ["cuda emulated by g++"] if emulator else []
+    with_kernels = " and ".join(ran) or "plain PyTorch alone: no kernel runs here"
     held = len(every) - len(failures)
-    return Part("tests", f"{held} of {len(every)} hold, {with_kernels}", tuple(failures))
+    summary = f"{held} of {len(every)} hold, {with_kernels}{unseen}"
+    return Part("tests", summary, tuple(failures))
 
 
-def _on_gpu(op: Op | Composite) -> Part:
+def _emulator(op: Op | Composite) -> tuple[Emulator | None, str]:
+    """The op's CUDA kernels for the CPU, or why there are none."""
+    if torch.cuda.is_available() or not isinstance(op, Op):
+        return None, ""
+    why = emulator_problem()
+    if why is None:
+        calls = [
+            (case.arguments(Inputs(dtype)), exact)
+            for case in small(op)
+            for dtype in DTYPES
+            for exact in (None, *op.exact)
+        ]
+        with Console(stderr=True).status(f"compiling the cuda kernels of {op.name} for the CPU"):
+            try:
+                return compiled(op, calls), ""
+            except Exception as error:  # a plan that fails is a failure of `cubins`
+                why = (str(error).splitlines() or ["?"])[0]
+    return None, f"; cuda is not emulated: {why}"
+
+
+def _on_gpu(op: Op | Composite, written: Sequence[str], only: Sequence[str] = ()) -> Part:
     if not torch.cuda.is_available():
         return Part("gpu", skipped=f"{NO_GPU}: run this again where one is")
-    found = _tests(op, "cuda")
+    found = _tests(op, "cuda", only)
     at = torch.device("cuda", torch.cuda.current_device())
-    missing = [b for b in op.backends if b in ("triton", "cuda")]
-    missing = [b for b in missing if b not in kernels_here(op, "cuda")]
-    cannot = tuple(f"{b} did not run: {backends.problem(b, at, torch.float32)}" for b in missing)
+    missing = [b for b in written if b not in kernels_here(op, "cuda")]
+    cannot = tuple(f"{b} did not run: {devices.problem(b, at, torch.float32)}" for b in missing)
     return replace(found, failures=(*found.failures, *cannot))
 
 
-def _cubins(op: Op | Composite, targets: Sequence[str]) -> Part:
+def _cubins(
+    op: Op | Composite, written: Sequence[str], targets: Sequence[str], all_cases: bool
+) -> Part:
     if not isinstance(op, Op):
         return Part("cubins", skipped="made of other ops: no kernel of its own")
+    if not written:
+        return Part("cubins", skipped="plain PyTorch has no kernel to compile")
     found: list[Cubin] = []
     failures = []
-    for backend in (b for b in op.backends if b in ("triton", "cuda")):
+    for backend in written:
         with Console(stderr=True).status(f"compiling the {backend} kernels of {op.name}"):
             try:
-                found += cubins(op, backend, targets)
+                found += cubins(op, backend, targets, all_cases)
             except CannotRun as error:
                 failures.append(str(error))
-    spilled = [c for c in found if not c.used.clean]
+    spilled = [c for c in found if c.used.spills]
     failures += [
         f"{c.arch} {c.kernel}: spills {c.used.stores} bytes, stack {c.used.stack}" for c in spilled
     ]
-    summary = f"{len(found)} kernels for {', '.join(targets)}; {len(spilled)} spill"
+    stacked = [c for c in found if c.used.stack and not c.used.spills]
+    cases = "all cases" if all_cases else f"the largest of {len(op.cases)} cases (--all-cases)"
+    summary = f"{len(found)} kernels of {cases} for {', '.join(targets)}; {len(spilled)} spill"
+    if stacked:
+        most = max(c.used.stack for c in stacked)
+        summary += f"; {len(stacked)} use up to {most} bytes of stack without a spill: no failure"
     return Part("cubins", summary, tuple(failures), rows=tuple(asdict(c) for c in found))
 
 

@@ -7,11 +7,13 @@ import importlib
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +21,10 @@ from ..backends import cuda
 from ..errors import CannotRun
 from ..ops.op import Op, registry
 from .planned_kernels import TARGETS, Kernel, Usage, kernels, usage
+
+# kernels in one translation unit
+TOGETHER = 48
+ALL, LARGEST = "all", "largest"
 
 
 @dataclass(frozen=True)
@@ -31,17 +37,24 @@ class Cubin:
     used: Usage
 
 
-def cubins(op: Op, backend: str, targets: Sequence[str] = tuple(TARGETS)) -> list[Cubin]:
-    """Compile the op's largest case in each dtype for the targets; raises CannotRun with the
-    compiler's message if one fails."""
+def cubins(
+    op: Op, backend: str, targets: Sequence[str] = tuple(TARGETS), all_cases: bool = False
+) -> list[Cubin]:
+    """Compile the op's largest case in each dtype, or all cases, for the targets; raises CannotRun
+    with the compiler's message if one fails."""
     if backend == "cuda":
-        return [c for arch in targets for c in _by_nvrtc(wanted(op, backend, arch), arch)]
-    return _by_triton(op, targets)
+        found = []
+        for arch in targets:
+            every = wanted(op, backend, arch, all_cases)
+            for start in range(0, len(every), TOGETHER):
+                found += _by_nvrtc(every[start : start + TOGETHER], arch)
+        return found
+    return _by_triton(op, targets, all_cases)
 
 
-def wanted(op: Op, backend: str, arch: str) -> list[Kernel]:
+def wanted(op: Op, backend: str, arch: str, all_cases: bool) -> list[Kernel]:
     """The distinct kernels to compile; Triton has no bfloat16 on sm_75."""
-    found = kernels(backend, arch, everything=False, ops=[op])
+    found = kernels(backend, arch, all_cases, ops=[op])
     if backend == "triton":
         return [k for k in found if arch != "sm_75" or k.dtype != torch.bfloat16]
     return list({k.launch.code: k for k in found}.values())
@@ -72,10 +85,20 @@ def together(found: Sequence[Kernel]) -> str:
         k.launch.code.partition("\n")[2].replace(f"{k.launch.entry}(", f"entry{i}(")
         for i, k in enumerate(found)
     ]
-    return "\n".join((*includes, *bodies))
+    sizes = dict.fromkeys(map(_size_assertion, (k.launch for k in found)))
+    return "\n".join((*includes, *sizes, *bodies))
 
 
-def _by_triton(op: Op, targets: Sequence[str]) -> list[Cubin]:
+def _size_assertion(launch: Any) -> str:
+    """C++ that does not compile if the struct is not as large as what cuda.py packs."""
+    size = struct.calcsize(f"@{len(launch.pointers)}P{launch.layout}0q")
+    return (
+        f"static_assert((sizeof({launch.arguments}) + 7) / 8 * 8 == {size}, "
+        f'"cuda.py packs {size} bytes by its pointers and layout, this struct has another size");'
+    )
+
+
+def _by_triton(op: Op, targets: Sequence[str], all_cases: bool) -> list[Cubin]:
     """In a new process: a process in which Triton interprets kernels cannot compile them."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
@@ -85,8 +108,9 @@ def _by_triton(op: Op, targets: Sequence[str]) -> list[Cubin]:
             "TRITON_CACHE_DIR": folder,
             "TRITON_DUMP_PTXAS_LOG": "1",
         }
+        cases = ALL if all_cases else LARGEST
         done = subprocess.run(
-            [sys.executable, "-m", __name__, op.check.__module__, op.name, *targets],
+            [sys.executable, "-m", __name__, op.check.__module__, op.name, cases, *targets],
             env=environment,
             capture_output=True,
             text=True,
@@ -100,7 +124,7 @@ def _by_triton(op: Op, targets: Sequence[str]) -> list[Cubin]:
     ]
 
 
-def main(module: str, name: str, *targets: str) -> None:
+def main(module: str, name: str, cases: str, *targets: str) -> None:
     """Print the resources of an op's Triton kernels as JSON; `module` declares the op."""
     importlib.import_module(module)
     op = registry()[name]
@@ -108,7 +132,7 @@ def main(module: str, name: str, *targets: str) -> None:
     compiled = []
     for arch in targets:
         major, minor = TARGETS[arch].capability
-        for k in wanted(op, "triton", arch):
+        for k in wanted(op, "triton", arch, cases == ALL):
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 k.launch.cubin(k.call, 10 * major + minor)
             (used,) = usage(said.getvalue())

@@ -19,6 +19,14 @@ def small(op: Op | Composite) -> Iterator[Case]:
     return (c for c in op.cases if not c.large)
 
 
+def filled(op: Op | Composite) -> Iterator[Case]:
+    """The small cases in which no tensor is empty."""
+    for case in small(op):
+        given = tensors(case.arguments(Inputs(torch.float32, "meta"))).values()
+        if all(t.numel() for t in given):
+            yield case
+
+
 @functools.cache
 def full(op: Op | Composite) -> Case:
     """The smallest case among those that pass the most tensors, in rows of 8 elements or more."""

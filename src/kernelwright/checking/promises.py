@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import doctest
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ..catalog import public
 from ..ops.case import Case, Inputs
 from ..ops.op import Composite, Op
 from .conditions import poisoned_memory, rounding_interpreter
+from .emulator import Emulator, emulated
 from .gradients import hold_gradients
 from .numerics import (
     as_good_as_eager,
@@ -30,10 +32,12 @@ from .numerics import (
     run,
     widened,
 )
-from .op_cases import DTYPES, full, small, tensors
+from .op_cases import DTYPES, filled, full, small, tensors
 from .planned_kernels import kernels
 
 Checked = Op | Composite
+# gradcheck's step is 1e-6: its differences lose digits on values much larger than one
+STEEP = 8.0
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,20 @@ def kernels_here(op: Checked, device: str) -> list[str]:
     ]
 
 
-def promises(op: Checked, device: str = "cpu") -> Iterator[Promise]:
-    """The promises of the op on this device."""
+def promises(
+    op: Checked,
+    device: str = "cpu",
+    only: Collection[str] = (),
+    emulator: Emulator | None = None,
+) -> Iterator[Promise]:
+    """The promises of the op on this device; `only` those of these backends. With an emulator its
+    CUDA kernels run on the CPU."""
 
     def promise(name: str, hold: Callable[..., None], *args: Any) -> Promise:
         return Promise(name, functools.partial(hold, op, *args))
 
-    running = kernels_here(op, device)
+    running = [b for b in kernels_here(op, device) if not only or b in only]
+    in_cuda = "cuda" in op.backends and (not only or "cuda" in only)
     for case in small(op):
         for chain in op.exact:
             yield promise(f"eager {chain}, {case.name}", same_function, chain, case, device)
@@ -90,20 +101,26 @@ def promises(op: Checked, device: str = "cpu") -> Iterator[Promise]:
                     yield promise(f"{backend}: {named}", close, case, dtype, backend, device)
             for chain in op.exact:
                 yield promise(f"exact {chain}: {named}", exact_bits, case, dtype, chain, device)
+            if emulator is not None and in_cuda and isinstance(op, Op):
+                for exact in (None, *op.exact):
+                    how = f", exact {exact}" if exact else ""
+                    name = f"cuda emulated{how}: {named}"
+                    yield promise(name, close_emulated, case, dtype, exact, emulator)
     for backend in running:
         yield promise(f"{backend}: a bad row stays in its row", bad_row, backend, device)
     if isinstance(op, Op):
-        for chain in op.exact if "cuda" in op.backends else ():
+        for chain in op.exact if in_cuda else ():
             yield promise(f"exact {chain}: a kernel keeps its bits", exact_kernel, chain)
         for backend in ("torch", *running):
             yield promise(f"{backend}: out= is written", out_written, backend, device)
-        for dtype in DTYPES if op.backward is not None and "triton" in running else ():
-            if _runs("triton", device, dtype):
-                named = str(dtype).removeprefix("torch.")
-                yield promise(f"triton: gradients, {named}", close_gradients, dtype, device)
+        for case, dtype in itertools.product(filled(op), DTYPES):
+            if op.backward is not None and "triton" in running and _runs("triton", device, dtype):
+                named = f"{case.name}, {str(dtype).removeprefix('torch.')}"
+                yield promise(f"triton: gradients, {named}", close_gradients, case, dtype, device)
         yield promise("torch.library: schema and fake kernel", library_op, device)
-        yield promise("torch.compile: one graph, the same bits", compiled, device)
-    yield promise("the gradient is the derivative", gradient, device)
+        yield promise("torch.compile: one graph, the same bits, all cases", compiled, device)
+    for case in filled(op):
+        yield promise(f"the gradient is the derivative, {case.name}", gradient, case, device)
     yield promise("a wrong tensor is named", wrong_tensor, device)
     if device == "cpu":
         yield promise("the example in its documentation runs", example)
@@ -118,9 +135,22 @@ def close(op: Checked, case: Case, dtype: torch.dtype, backend: str, device: str
     hold_case(op, case, dtype, lambda a: op.call(a, backend=backend), device)
 
 
-def close_gradients(op: Op, dtype: torch.dtype, device: str) -> None:
+def close_emulated(
+    op: Op, case: Case, dtype: torch.dtype, exact: str | None, emulator: Emulator
+) -> None:
+    """The CUDA kernel, emulated, is as close to float64 as eager PyTorch is. An exact mode is held
+    to this too: its bits are those of the functions of a GPU."""
+    arguments = case.arguments(Inputs(dtype))
+    got = emulated(emulator, op, arguments, exact)
+    if got is not None:
+        chain = op.exact[exact] if exact else next(iter(op.exact.values()), op.reference)
+        known = eager_errors(op.name, case, dtype)
+        as_good_as_eager(got, in_float64(op, arguments), run(op, chain, arguments), known)
+
+
+def close_gradients(op: Op, case: Case, dtype: torch.dtype, device: str) -> None:
     """The gradients of the kernels are as close to float64 as those of eager PyTorch."""
-    hold_gradients(op, full(op), dtype, "triton", device)
+    hold_gradients(op, case, dtype, "triton", device)
 
 
 def same_function(op: Checked, chain: str, case: Case, device: str) -> None:
@@ -227,20 +257,27 @@ def library_op(op: Op, device: str) -> None:
 
 def compiled(op: Op, device: str) -> None:
     """torch.compile(fullgraph=True) gives the bits of eager."""
-    arguments = full(op).arguments(Inputs(torch.bfloat16, device))
     function = public(op)
-    expected = as_tuple(function(**arguments))
-    torch.compiler.reset()
-    try:
-        got = as_tuple(torch.compile(function, fullgraph=True, backend="aot_eager")(**arguments))
-    finally:
+    for case in small(op):
+        arguments = case.arguments(Inputs(torch.bfloat16, device))
+        expected = as_tuple(function(**arguments))
         torch.compiler.reset()
-    assert all(map(torch.equal, got, expected)), "other bits than without torch.compile"
+        try:
+            traced = torch.compile(function, fullgraph=True, backend="aot_eager")
+            got = as_tuple(traced(**arguments))
+        finally:
+            torch.compiler.reset()
+        same = all(map(torch.equal, got, expected))
+        assert same, f"{case.name}: other bits than without torch.compile"
 
 
-def gradient(op: Checked, device: str) -> None:
-    """gradcheck: the gradient equals finite differences in float64."""
-    arguments = full(op).arguments(Inputs(torch.float32, device))
+def gradient(op: Checked, case: Case, device: str) -> None:
+    """gradcheck: the gradient equals finite differences in float64. Cases of values so large that a
+    step of the differences vanishes beside them are drawn smaller."""
+    arguments = case.arguments(Inputs(torch.float32, device))
+    largest = max(map(magnitude, tensors(arguments).values()))
+    if largest > STEEP:
+        arguments = case.arguments(Inputs(torch.float32, device, scale=STEEP / largest))
     wide = {n: widened(t).clone() for n, t in tensors(arguments).items() if t.is_floating_point()}
     leaves = {n: t.requires_grad_() for n, t in wide.items()}
 

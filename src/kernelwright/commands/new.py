@@ -15,15 +15,28 @@ from .bench import JsonOption
 def new(
     name: Annotated[str, typer.Argument(help="The op's name, such as softcap.")],
     language: Annotated[
-        str, typer.Option(help="What the kernel is written in: triton or cuda.", show_default=False)
+        str,
+        typer.Option(
+            help="What the kernel is written in: triton, cuda, or triton,cuda for both in one op.",
+            show_default=False,
+        ),
     ],
     kind: Annotated[
-        str, typer.Option(help="What to start from: elementwise, row-reduction or gated.")
+        str,
+        typer.Option(
+            help="What to start from: elementwise, gated, row-reduction or gated-row-reduction."
+        ),
     ] = "elementwise",
     out: Annotated[
         Path | None,
         typer.Option(help="Create a separate package in this folder, not a folder under ops/."),
     ] = None,
+    backward: Annotated[
+        bool,
+        typer.Option(
+            "--backward", help="Add a Triton kernel for the gradients: elementwise and gated."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Create a new op: a working kernel with reference, cases, tests and benchmark, to change.
@@ -32,21 +45,25 @@ def new(
     the op is a folder under `ops/`, and the tests, `bench ops` and `ops` find it there. With
     `--out` it is a package that pip installs, and kernelwright finds it by an entry point.
 
-    The kinds: `elementwise` is x · sigmoid(beta · x), `row-reduction` divides rows by their norm,
-    `gated` is sigmoid(gate) · up. Change the reference first, then the kernel, and run
-    `kernelwright check NAME` after every step.
+    The kinds: `elementwise` is x · sigmoid(beta · x), `gated` is sigmoid(gate) · up,
+    `row-reduction` divides rows by their norm, and `gated-row-reduction` is
+    RMSNorm(x · SiLU(gate)) · weight over groups of a row, with an exact mode in CUDA C++. Change
+    the reference first, then the kernel, and run `kernelwright check NAME` after every step.
     """
     from .. import scaffold
     from ..errors import CannotRun
 
-    if language not in scaffold.LANGUAGES:
-        raise typer.BadParameter(f"{language!r}, expected triton or cuda", param_hint="--language")
+    named = language.split(",")
+    if not set(named) <= set(scaffold.LANGUAGES) or len(set(named)) != len(named):
+        raise typer.BadParameter(
+            f"{language!r}, expected triton or cuda, or both: triton,cuda", param_hint="--language"
+        )
     if kind not in scaffold.KINDS:
         raise typer.BadParameter(
             f"{kind!r}, expected {', '.join(scaffold.KINDS)}", param_hint="--kind"
         )
     try:
-        created = scaffold.create(name, language, kind, out)
+        created = scaffold.create(name, language, kind, out, backward=backward)
     except scaffold.BadName as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from None
     except CannotRun as error:

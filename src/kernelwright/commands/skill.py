@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from . import skill_eval
 from .bench import JsonOption
 from .command_line import CommandLine
 
 app = CommandLine(
     help="The agent skill cuda-kernels: how an agent uses kernelwright and adds a kernel to it.",
 )
+app.add_typer(skill_eval.app, name="eval")
 
 
 @app.command()

@@ -28,11 +28,15 @@ def kinds(op: str, arguments: Sequence[tuple[str, str]], values: Sequence[Any]) 
             if value is not None or not kind.endswith("?"):
                 dense(op, name, value)
             continue
-        types, expected = KINDS.get(kind, (object, "another value"))
-        if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        plain = kind.removesuffix("?")
+        if value is None and plain != kind:
+            continue
+        types, expected = KINDS.get(plain, (object, "another value"))
+        if not isinstance(value, types) or (isinstance(value, bool) and plain != "bool"):
             # strings and bools are one of a few values: a ValueError, as from `choice`
-            error = ValueError if kind in ("bool", "str") else TypeError
-            raise error(f"{op}: {name} is {shown(value)}, expected {expected}")
+            error = ValueError if plain in ("bool", "str") else TypeError
+            optional = " or None" if plain != kind else ""
+            raise error(f"{op}: {name} is {shown(value)}, expected {expected}{optional}")
 
 
 def how(

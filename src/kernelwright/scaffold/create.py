@@ -16,13 +16,15 @@ PACKAGE = Path(__file__).resolve().parents[1]
 TEMPLATES = Path(__file__).with_name("templates")
 # the files of a kernel in each language
 LANGUAGES = {"triton": ("triton.py",), "cuda": ("cuda.py", "cuda.cuh")}
-KINDS = ("elementwise", "row-reduction", "gated")
+KINDS = ("elementwise", "row-reduction", "gated", "gated-row-reduction")
 COMMON = ("__init__.py", "reference.py", "cases.py")
+# kinds that have a template of kernels for their gradients
+WITH_BACKWARD = ("elementwise", "gated")
 
 
 @dataclass(frozen=True)
 class Created:
-    """A new op; `files` are relative to `root`."""
+    """A new op; `language` has a comma between two; `files` are relative to `root`."""
 
     name: str
     language: str
@@ -33,8 +35,8 @@ class Created:
 
     @property
     def kernel(self) -> Path:
-        """The file with the kernel's formula."""
-        last = LANGUAGES[self.language][-1]
+        """The file with the kernel's formula, that of the first language."""
+        last = LANGUAGES[self.language.partition(",")[0]][-1]
         return next(self.root / f for f in self.files if Path(f).name == last)
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,19 +50,29 @@ def create(
     kind: str = "elementwise",
     out: Path | None = None,
     package: Path = PACKAGE,
+    backward: bool = False,
 ) -> Created:
     """Write a working op: into the ops of `package`, which must be a checkout, or with `out` as a
-    package of its own in that folder."""
+    package of its own in that folder. `language` is "triton", "cuda" or both with a comma.
+    `backward` adds a Triton kernel for the gradients."""
+    if backward and "triton" not in language.split(","):
+        raise CannotRun(
+            "the kernels of a backward are Triton's: --language triton,cuda, or leave --backward "
+            "out and autograd differentiates the reference"
+        )
+    if backward and kind not in WITH_BACKWARD:
+        raise CannotRun(
+            f"--backward has templates for {' and '.join(WITH_BACKWARD)}; of a row reduction read "
+            f"ops/row/backward.py, or leave it out and autograd differentiates the reference"
+        )
+    files = _op_files(name, language, kind, out is not None, backward)
     if out is None:
         ops = _checkout(package)
         check_name(name, ops)
-        return _write(
-            name, language, kind, ops / name, _op_files(name, language, kind, alone=False)
-        )
+        return _write(name, language, kind, ops / name, files)
     check_name(name, None)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CannotRun(f"{out} exists and is not an empty folder: choose another --out")
-    files = _op_files(name, language, kind, alone=True)
     files = {f"src/{name}/{file}": text for file, text in files.items()}
     return _write(name, language, kind, out, {**_package_files(name, language), **files})
 
@@ -79,10 +91,12 @@ def _checkout(package: Path) -> Path:
     return ops
 
 
-def _op_files(name: str, language: str, kind: str, alone: bool) -> dict[str, str]:
+def _op_files(name: str, language: str, kind: str, alone: bool, backward: bool) -> dict[str, str]:
     folder = TEMPLATES / kind.replace("-", "_")
-    words = _words(name, language, alone)
-    filled = {file: _filled(folder / file, words) for file in (*COMMON, *LANGUAGES[language])}
+    words = _words(name, language, alone, backward)
+    kernels = [file for one in language.split(",") for file in LANGUAGES[one]]
+    own = ["backward.py"] if backward else []
+    filled = {file: _filled(folder / file, words) for file in (*COMMON, *kernels, *own)}
     return {file: _absolute(text) if alone else text for file, text in filled.items()}
 
 
@@ -101,18 +115,23 @@ def _filled(template: Path, words: dict[str, str]) -> str:
     return Template(text).substitute(words)
 
 
-def _words(name: str, language: str, alone: bool) -> dict[str, str]:
+def _words(name: str, language: str, alone: bool, backward: bool = False) -> dict[str, str]:
     """The values of the templates' placeholders."""
     title = "".join(part.capitalize() for part in name.split("_"))
     imports = (f"from {name} import {name.upper()}", "from kernelwright.checking import op_tests")
+    languages = language.split(",")
+    quoted = [f'"{one}"' for one in languages]
     return {
+        "parts": "backward, cases, reference" if backward else "cases, reference",
+        "backward": "\n    backward=backward.Gradients()," if backward else "",
         "name": name,
         "Name": title,
         "NAME": name.upper(),
-        "language": language,
-        "Language": {"triton": "Triton", "cuda": "CUDA C++"}[language],
+        "backends": ", ".join(quoted),
+        "or_backends": f" or {quoted[0]}" if len(quoted) == 1 else f", {' or '.join(quoted)}",
+        "Language": " and ".join({"triton": "Triton", "cuda": "CUDA C++"}[x] for x in languages),
         "distribution": f"kernelwright-{name.replace('_', '-')}",
-        "extra": "[cuda]" if language == "cuda" else "",
+        "extra": "[cuda]" if "cuda" in languages else "",
         "imports": "\n".join(sorted(imports)),
         "path_import": "\nfrom pathlib import Path" if alone else "",
         "source": 'str(Path(__file__).with_name("cuda.cuh"))'

@@ -11,7 +11,18 @@ from pathlib import Path
 from ..ops.op import registry
 
 # names of the files of an op's folder, and of what they import
-PARTS = ("cases", "checks", "cuda", "folder_kernels", "op", "reference", "tests", "torch", "triton")
+PARTS = (
+    "backward",
+    "cases",
+    "checks",
+    "cuda",
+    "folder_kernels",
+    "op",
+    "reference",
+    "tests",
+    "torch",
+    "triton",
+)
 # a longer name makes lines of the files longer than 100 columns
 MAX_LENGTH = 32
 

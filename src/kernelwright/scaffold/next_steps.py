@@ -15,6 +15,7 @@ HOLDS = {
     "__init__.py": "the function, its documentation and its declaration",
     "reference.py": "the formula in plain PyTorch: change it first",
     "cases.py": "the shapes of tests and benchmarks",
+    "backward.py": "its gradients: a formula, and the kernel",
     "triton.py": "the kernel, and how it is launched",
     "cuda.py": "how the kernel is launched",
     "cuda.cuh": "the kernel",

@@ -36,15 +36,15 @@ class Installed:
 
 def files() -> tuple[Path, ...]:
     """The files of the skill, relative to its folder; SKILL.md is first."""
-    parts = (("references", "*.md"), ("scripts", "*.py"))
+    parts = (("references", "*.md"), ("scripts", "*.py"), ("scripts", "*.cuh"))
     found = [p for folder, kind in parts for p in sorted((FOLDER / folder).glob(kind))]
     return (Path("SKILL.md"), *(p.relative_to(FOLDER) for p in found))
 
 
 def title(file: Path) -> str:
-    """The title of a file: its first heading, or the first line of its docstring."""
+    """The title of a file: its first heading, or the first line of its docstring or comment."""
     lines = (FOLDER / file).read_text(encoding="utf-8").splitlines()
-    mark = "# " if file.suffix == ".md" else '"""'
+    mark = {".md": "# ", ".py": '"""', ".cuh": "// "}[file.suffix]
     return next(x.removeprefix(mark).removesuffix(mark) for x in lines if x.startswith(mark))
 
 
@@ -104,7 +104,7 @@ def _is_skill(place: Path) -> bool:
 
 
 def _same(place: Path) -> bool:
-    there = {p.relative_to(place) for p in place.rglob("*") if p.suffix in (".md", ".py")}
+    there = {p.relative_to(place) for p in place.rglob("*") if p.suffix in (".md", ".py", ".cuh")}
     return there == set(files()) and all(
         (place / f).read_bytes() == (FOLDER / f).read_bytes() for f in files()
     )

@@ -1,0 +1,124 @@
+// What a kernel needs of CUDA, for g++: emulator.py puts this before the kernel's source.
+//
+// The threads of a block take turns: each runs until it waits for others, at a barrier or a shuffle.
+// Packed 16-bit arithmetic takes the path of GPUs before sm_80.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#define __device__
+#define __global__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __restrict__
+#define __expf expf
+#define __logf logf
+#define __sinf sinf
+#define __cosf cosf
+#define __powf powf
+#define __fdividef(a, b) ((a) / (b))
+using std::isinf;
+using std::isnan;
+static struct Index { unsigned x = 0, y = 0, z = 0; } threadIdx, blockIdx;
+static struct Extent { unsigned x = 1, y = 1, z = 1; } blockDim, gridDim;
+constexpr int warpSize = 32;
+static ucontext_t scheduler, fibers[1024];
+static bool finished[1024];
+static float slots[1024];
+static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+static void __syncwarp(unsigned = ~0u) { __syncthreads(); }
+static float taken(float v, unsigned from) {
+  slots[threadIdx.x] = v;
+  __syncthreads();
+  const float found = slots[from];
+  __syncthreads();
+  return found;
+}
+static float __shfl_xor_sync(unsigned, float v, int o, int = 32) { return taken(v, threadIdx.x ^ o); }
+static float __shfl_down_sync(unsigned, float v, int o, int width = 32) {
+  return taken(v, threadIdx.x % width + o < unsigned(width) ? threadIdx.x + o : threadIdx.x);
+}
+static float __shfl_sync(unsigned, float v, int from, int width = 32) {
+  return taken(v, threadIdx.x / width * width + from);
+}
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float a) { return 1.f / a; }
+static float __fsqrt_rn(float a) { return sqrtf(a); }
+static float __frsqrt_rn(float a) { return 1.f / sqrtf(a); }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static float rsqrtf(float a) { return 1.f / sqrtf(a); }
+static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+static float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
+static int __float_as_int(float f) { int u; memcpy(&u, &f, 4); return u; }
+static unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+  const unsigned long long both = (unsigned long long)b << 32 | a;
+  unsigned found = 0;
+  for (int i = 0; i < 4; i++) found |= unsigned(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return found;
+}
+template <class T> static T __ldg(const T* p) { return *p; }
+template <class A, class B> static auto min(A a, B b) { return a < b ? a : b; }
+template <class A, class B> static auto max(A a, B b) { return a > b ? a : b; }
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct half { _Float16 v; };
+struct half2 { half x, y; };
+typedef half __half;
+typedef half2 __half2;
+static float __half2float(half v) { return v.v; }
+static half __float2half_rn(float v) { return {(_Float16)v}; }
+static half __float2half(float v) { return {(_Float16)v}; }
+static float __low2float(half2 v) { return v.x.v; }
+static float __high2float(half2 v) { return v.y.v; }
+static half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
+struct __nv_bfloat16 { unsigned short bits; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+static float __bfloat162float(__nv_bfloat16 v) { return __uint_as_float(unsigned(v.bits) << 16); }
+static __nv_bfloat16 __float2bfloat16_rn(float v) {
+  const unsigned u = __float_as_uint(v);
+  return {(unsigned short)(v != v ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16)};
+}
+static __nv_bfloat16 __float2bfloat16(float v) { return __float2bfloat16_rn(v); }
+static __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
+  return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)};
+}
+
+static void (*kernel)();
+static void thread() {
+  kernel();
+  finished[threadIdx.x] = true;
+  __syncthreads();
+}
+static void launch_blocks(void (*of)(), unsigned grid, unsigned block) {
+  constexpr size_t STACK = 1 << 16;
+  static char* const stacks = (char*)malloc(1024 * STACK);
+  kernel = of;
+  gridDim.x = grid;
+  blockDim.x = block;
+  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+    for (unsigned t = 0; t < block; t++) {
+      getcontext(&fibers[t]);
+      fibers[t].uc_stack.ss_sp = stacks + t * STACK;
+      fibers[t].uc_stack.ss_size = STACK;
+      makecontext(&fibers[t], thread, 0);
+      finished[t] = false;
+    }
+    for (unsigned left = block; left;)
+      for (unsigned t = 0; t < block; t++) {
+        if (finished[t]) continue;
+        threadIdx.x = t;
+        swapcontext(&scheduler, &fibers[t]);
+        left -= finished[t];
+      }
+  }
+}
