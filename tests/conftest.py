@@ -18,13 +18,14 @@ if not torch.cuda.is_available():
     # a full collection walks all objects of PyTorch and diffusers, 0.2 s each time: 5% of all.
     # on a GPU tests look at its memory, which garbage must not hold
     gc.set_threshold(20_000, 20, 100)
+    # PyTorch divides a product by its threads, so one of packed weights may have other bits with
+    # two; and the workers of one run share the cores
+    torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        # the workers of one run share its folder and its cores
-        torch.set_num_threads(1)
-        return
+        return  # the workers of one run share its folder
     folder = tempfile.TemporaryDirectory(prefix="kernelwright-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     os.environ["KERNELWRIGHT_CACHE"] = os.path.join(folder.name, "kernelwright")
