@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -326,3 +327,15 @@ def test_another_size_is_one_that_the_preset_takes(name, monkeypatch):
     how = {"tiny": True, "device": "cpu", "dtype": torch.float32}
     first_result.first_seconds(name, "eager", layers=1, **how)
     assert asked[1]["frames"] > models.presets()[name].tiny_sizes["frames"]
+
+
+def test_autotune_is_torch_compile_with_max_autotune(monkeypatch):
+    """Without the graphs of that mode: the whole forward is captured as one by +graphs."""
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or model)
+    with ExitStack() as stack:
+        for config in ("compile", "compile+autotune"):
+            _, report = configs.configured(nn.Linear(2, 2), config, stack)
+            assert report is None
+    assert asked == [{}, {"mode": "max-autotune-no-cudagraphs"}]
+    assert configs.tier_of("compile+autotune+graphs") is None

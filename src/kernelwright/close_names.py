@@ -14,8 +14,8 @@ def suggestion(name: str, known: Collection[str], lists_them: str) -> str:
     >>> suggestion("rmsnrom", ["rmsnorm", "geglu"], "kernelwright ops")
     'did you mean rmsnorm?'
     """
-    # transposed and missing letters score above 0.6; cut off what is far behind the best
-    scores = {k: difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio() for k in known}
+    scores = {candidate: _likeness(name.lower(), candidate.lower()) for candidate in known}
+    # transposed and missing letters score above 0.6; leave out what is far behind the best
     best = max(scores.values(), default=0.0)
     near = [k for k, score in scores.items() if score >= max(0.6, best - 0.15)]
     if near:
@@ -24,3 +24,9 @@ def suggestion(name: str, known: Collection[str], lists_them: str) -> str:
     if len(known) <= FEW:
         return f"there are {', '.join(known)}"
     return f"`{lists_them}` lists them"
+
+
+def _likeness(name: str, candidate: str) -> float:
+    """From 0 to 1; the beginning of a name is close to it, however long the rest."""
+    ratio = difflib.SequenceMatcher(None, name, candidate).ratio()
+    return max(ratio, 0.8) if len(name) > 2 and candidate.startswith(name) else ratio

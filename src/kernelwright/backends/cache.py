@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .user_warnings import warn
-
 MAGIC = b"kernelwright-2\n"
 HEAD = len(MAGIC) + hashlib.sha256().digest_size
 # our cubins have 6 to 18 kB on sm_90: a file larger than this is not one
@@ -80,6 +78,9 @@ class KernelCache:
         except OSError as error:
             if not self._warned:
                 self._warned = True
+                # here, so that this file also runs outside of its package
+                from .user_warnings import warn
+
                 warn(
                     f"cannot keep compiled kernels in {self.folder} ({error}); each "
                     f"process compiles anew. Set KERNELWRIGHT_CACHE to a folder that you own, that "
