@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from . import hub, ops
@@ -23,7 +24,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Ops of other packages by name, `kernelwright.my_op`; their entry points are loaded first."""
-    if not name.startswith("_"):
+    # `from kernelwright import models` asks here first: that must not load other packages
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
         op = ops.registry().get(name)
         if op is not None:
             from .catalog import public

@@ -95,7 +95,7 @@ def _op_files(name: str, language: str, kind: str, alone: bool, backward: bool) 
     folder = TEMPLATES / kind.replace("-", "_")
     words = _words(name, language, alone, backward)
     kernels = [file for one in language.split(",") for file in LANGUAGES[one]]
-    own = ["backward.py"] if backward else []
+    own = ["backward.py", "backward_triton.py"] if backward else []
     filled = {file: _filled(folder / file, words) for file in (*COMMON, *kernels, *own)}
     return {file: _absolute(text) if alone else text for file, text in filled.items()}
 

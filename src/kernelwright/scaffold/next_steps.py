@@ -15,7 +15,8 @@ HOLDS = {
     "__init__.py": "the function, its documentation and its declaration",
     "reference.py": "the formula in plain PyTorch: change it first",
     "cases.py": "the shapes of tests and benchmarks",
-    "backward.py": "its gradients: a formula, and the kernel",
+    "backward.py": "its gradients: the formula, and what is kept for it",
+    "backward_triton.py": "the kernel of the gradients, and how it is launched",
     "triton.py": "the kernel, and how it is launched",
     "cuda.py": "how the kernel is launched",
     "cuda.cuh": "the kernel",
@@ -32,7 +33,7 @@ def page(created: Created) -> RenderableType:
         for folder in reversed(path.parents):
             if folder not in folders:
                 folders[folder] = folders[folder.parent].add(Text(f"{folder.name}/", style="bold"))
-        label = Text(f"{path.name:<16}").append(HOLDS.get(path.name, ""), style="dim")
+        label = Text(f"{path.name:<19}").append(HOLDS.get(path.name, ""), style="dim")
         folders[path.parent].add(label)
     return Group(tree, Text("\nnext:"), *(Text(f"  {c}") for c in commands(created)))
 
