@@ -1,0 +1,50 @@
+"""The tool that records all figures asks for measurements that exist."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from kernelwright import models
+from kernelwright.cli import app
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import record_results
+
+    yield record_results
+    sys.modules.pop("record_results")
+
+
+def test_every_command_exists_with_its_options_and_presets(tool, tmp_path):
+    for m in tool.measurements():
+        command, words = typer.main.get_command(app), m.arguments(tmp_path)
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        given = command.make_context(m.name, words).params  # an unknown option is an error
+        assert set(given.get("presets") or ()) <= set(models.presets())
+        assert given["out"] == m.file(tmp_path)
+
+
+def test_what_was_never_recorded_comes_first_and_unknown_names_are_refused(tool, tmp_path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "ltx-video.json").write_text("{}")
+    found = [m.name for m in tool.chosen(["models"], tmp_path)]
+    assert found[-1] == "models/ltx-video"
+    assert all(name.startswith("models/") for name in found)
+    with pytest.raises(SystemExit, match="soup: no such measurement"):
+        tool.chosen(["soup"], tmp_path)
+
+
+def test_a_measurement_says_what_it_recorded_and_a_late_one_is_stopped(tool, tmp_path):
+    command = ("bench", "model", "dit-xl", "--tiny", "--config", "eager")
+    listed = tool.Measurement("tiny", command, 60)
+    assert tool.record(listed, tmp_path) == "1 rows"
+    late = tool.Measurement("late", command, 0.01)
+    assert tool.record(late, tmp_path) == "stopped: it took too long"

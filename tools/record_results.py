@@ -1,0 +1,140 @@
+"""Records the figures of README and docs on the GPU of this machine.
+
+    python tools/record_results.py [NAME ...] [--out results/h200] [--within SECONDS] [--list]
+
+Each name is a file under `--out`: `models/ltx-video`, or `models` for all of that folder. Without
+names all are recorded, the least recently recorded first. A measurement is started only if it
+should end `--within` so many seconds, so that it can be continued on a machine that is lent for
+minutes; one that takes three times as long as expected is stopped, and the next one starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PEERS = "eager,compile,compile+graphs"
+TIERS = f"{PEERS},exact+graphs,fused+graphs,fp8+graphs"
+LATE = 3.0  # times the expected seconds after which a measurement is stopped
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A command of kernelwright that writes one file."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float  # it took about this long on an H200 with a cold cache of kernels
+
+    def arguments(self, out: Path) -> list[str]:
+        return [*self.command, "--out", str(self.file(out))]
+
+    def file(self, out: Path) -> Path:
+        return out / f"{self.name}.json"
+
+
+# models of which a few layers stand for all: at full depth building them takes longer than timing
+FEW_LAYERS = (
+    *("flux2-dev", "ltx-2", "hunyuan-video-1.5", "cogvideox-5b", "qwen-image", "wan-2.2-14b"),
+    *("gemma-3-12b", "sana-1.6b", "kandinsky5-lite", "mochi", "flux2-klein-9b", "chroma"),
+    *("hunyuan-video", "z-image", "lumina2", "wan-2.2-5b", "auraflow", "flux2-klein-4b"),
+    *("glm-4-9b", "phi-3-mini", "phi-4"),
+)
+WHOLE = {
+    "ltx-video": ("ltx-video",),
+    "ltx-video-25f": ("ltx-video", "--frames", "25", "--height", "480", "--width", "704"),
+    "ltx-video-161f": ("ltx-video", "--frames", "161"),
+    **{n: (n,) for n in ("flux-dev", "sd3.5-medium", "wan-1.3b", "pixart", "dit-xl", "sdxl-unet")},
+    **{n: (n,) for n in ("llama-3-8b", "qwen3-8b", "mistral-7b", "falcon-7b")},
+}
+TRAINED = {
+    "ltx-video-lora": ("ltx-video", "--lora", "16"),
+    "ltx-video-lora-checkpointing": ("ltx-video", "--lora", "16", "--checkpointing"),
+    "flux-dev-lora": ("flux-dev", "--lora", "16", "--layers", "6"),
+    "llama-3-8b": ("llama-3-8b", "--layers", "8"),
+}
+
+
+def measurements() -> Iterator[Measurement]:
+    model, quick = ("bench", "model"), ("--seconds", "0.3", "--no-error")
+    for name in FEW_LAYERS:
+        command = (*model, name, "--layers", "3", "--config", TIERS, *quick)
+        yield Measurement(f"few-layers/{name}", command, 45)
+    for name, what in WHOLE.items():
+        yield Measurement(f"models/{name}", (*model, *what, "--config", f"exact,{TIERS}"), 90)
+    for name in ("flux2-dev", "ltx-2"):
+        command = (*model, name, "--config", "eager,exact+graphs", *quick)
+        yield Measurement(f"full-depth/{name}", command, 60)
+    for name, what in TRAINED.items():
+        yield Measurement(f"training/{name}", ("bench", "train", *what), 90)
+    generate = ("bench", "generate", "llama-3-8b", "--new", "48")
+    yield Measurement("generation/llama-3-8b", generate, 120)
+    yield Measurement("generation/llama-3-8b-8", (*generate, "--batch", "8"), 120)
+    yield Measurement("generation/llama-3-8b-2048", (*generate, "--prompt", "2048"), 120)
+    yield Measurement("calibration", ("doctor", "--exact"), 60)
+
+
+def chosen(names: list[str], out: Path) -> list[Measurement]:
+    """Those of these names or folders; what was never recorded first, then the oldest."""
+    found = [m for m in measurements() if not names or m.name in names or _folder(m.name) in names]
+    known = {name for m in measurements() for name in (m.name, _folder(m.name))}
+    if unknown := sorted(set(names) - known):
+        sys.exit(f"{', '.join(unknown)}: no such measurement; --list shows them")
+    return sorted(found, key=lambda m: _recorded(m.file(out)))
+
+
+def _folder(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _recorded(file: Path) -> float:
+    return file.stat().st_mtime if file.exists() else 0.0
+
+
+def record(measurement: Measurement, out: Path) -> str:
+    """Run one; what became of it, in a few words."""
+    file = measurement.file(out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    before = _recorded(file)
+    command = [sys.executable, "-m", "kernelwright", *measurement.arguments(out)]
+    try:
+        done = subprocess.run(command, check=False, timeout=LATE * measurement.seconds)
+    except subprocess.TimeoutExpired:
+        return "stopped: it took too long"
+    if _recorded(file) == before:
+        return f"nothing recorded, exit {done.returncode}"
+    rows = len(json.loads(file.read_text())["rows"])
+    return f"{rows} rows" + (f", exit {done.returncode}" if done.returncode else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a file or folder under --out")
+    parser.add_argument("--out", type=Path, default=Path("results/h200"), help="(results/h200)")
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--list", action="store_true", help="list the measurements and stop")
+    given = parser.parse_args()
+    todo = chosen(given.names, given.out)
+    if given.list:
+        for m in todo:
+            print(f"{m.name:32} {m.seconds:4.0f} s  kernelwright {' '.join(m.command)}")
+        return
+    end = time.monotonic() + given.within
+    for number, m in enumerate(todo, 1):
+        if time.monotonic() + m.seconds > end:
+            print(f"{m.name}: left for next time", flush=True)
+            continue
+        print(f"[{number} of {len(todo)}] {m.name}, about {m.seconds:.0f} s", flush=True)
+        start = time.monotonic()
+        said = record(m, given.out)
+        print(f"{m.name}: {said}, {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
