@@ -18,7 +18,7 @@ from kernelwright.ops.case import Inputs
 from kernelwright.scaffold import create
 from kernelwright.skill import evaluation, files
 from kernelwright.skill.evaluation.hidden_cases import LAYOUTS, hidden_cases
-from kernelwright.skill.evaluation.score import HIDDEN
+from kernelwright.skill.evaluation.score import HIDDEN, _close
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 NO_GPU = not torch.cuda.is_available()
@@ -112,6 +112,22 @@ def test_every_request_is_fair(request_):
     for name in request_.arguments:
         assert name in text
     assert "backward=" not in evaluation.prompt(request_, "cuda")
+
+
+@pytest.mark.parametrize("request_", evaluation.REQUESTS.values(), ids=lambda r: r.name)
+def test_every_request_can_be_solved(request_):
+    """The formula in float32 with one rounding meets the bar of every hidden case."""
+
+    def right(arguments):
+        wide = {n: a.float() if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
+        first = next(iter(arguments.values()))
+        return request_.truth(**wide).to(first.dtype)
+
+    for name, hold in _close(request_, list(hidden_cases(request_)), right, "cpu"):
+        try:
+            hold()
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
 
 
 def test_there_are_ten_and_no_file_of_the_skill_has_an_answer():
