@@ -6,6 +6,7 @@ from declared import ALL, OPS, every_op, full, tensors
 from numerics import as_good_as_eager, in_eager, in_float64
 
 import kernelwright
+from kernelwright.ops import checks
 from kernelwright.ops.case import Inputs
 
 WRONG = {
@@ -218,3 +219,12 @@ def test_two_tensors_at_one_address_are_refused_in_place(op, backend):
     arguments[second] = arguments[first]
     with pytest.raises(ValueError, match=rf"^{op.name}: {first} and {second} begin at the same"):
         op.call(arguments, inplace=True, backend=backend)
+
+
+@pytest.mark.parametrize("kind", ["int?", "float?", "bool?", "str?"])
+def test_an_optional_number_or_word_is_none_or_of_its_kind(kind):
+    right = {"int?": 2, "float?": 0.5, "bool?": True, "str?": "first"}[kind]
+    for value in (None, right):
+        checks.kinds("op", [("groups", kind)], [value])
+    with pytest.raises((TypeError, ValueError), match=r"^op: groups is \[\], expected .* or None"):
+        checks.kinds("op", [("groups", kind)], [[]])

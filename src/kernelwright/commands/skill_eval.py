@@ -54,8 +54,8 @@ def prompt(name: NameArgument, language: LanguageOption) -> None:
     from ..skill import evaluation
 
     with one_line_errors("skill eval prompt"):
-        request = evaluation.find(name)
-    typer.echo(evaluation.prompt(request, _known(language)), nl=False)
+        text = evaluation.prompt(evaluation.find(name), _known(language))
+    typer.echo(text, nl=False)
 
 
 @app.command()
