@@ -43,7 +43,8 @@ def test_what_was_never_recorded_comes_first_and_unknown_names_are_refused(tool,
 
 
 def test_a_measurement_says_what_it_recorded_and_a_late_one_is_stopped(tool, tmp_path):
-    command = ("bench", "model", "dit-xl", "--tiny", "--config", "eager")
+    quick = ("--seconds", "0.05", "--no-error")
+    command = ("bench", "model", "dit-xl", "--tiny", "--config", "eager", *quick)
     listed = tool.Measurement("tiny", command, 60)
     assert tool.record(listed, tmp_path) == "1 rows"
     late = tool.Measurement("late", command, 0.01)
