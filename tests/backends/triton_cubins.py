@@ -25,12 +25,18 @@ ARCHITECTURES = ("sm_90", "sm_75", "sm_80", "sm_100")
 
 def wanted(arch: str) -> list[Kernel]:
     """On Hopper the model shapes in bfloat16, the largest of each op in float32 and one of each op
-    for unaligned addresses; elsewhere the largest in half precision, on sm_75 without bfloat16."""
+    for unaligned addresses; elsewhere the largest in half precision, on sm_75 without bfloat16.
+    Gradients at their largest, on Hopper and on the GPU with the fewest registers a block."""
     half = torch.float16 if arch == "sm_75" else torch.bfloat16
     found = [k for k in kernels("triton", arch, everything=False) if k.dtype == half]
+    gradients = [k for k in found if k.call.op.endswith("_backward")]
+    if arch not in ("sm_75", "sm_90"):
+        found = [k for k in found if k not in gradients]
     dtypes = [half]
     if arch == "sm_90":
-        found = [k for k in kernels("triton", arch, everything=True) if k.dtype == half and k.large]
+        every = kernels("triton", arch, everything=True)
+        found = [k for k in every if k.dtype == half and k.large]
+        found = [k for k in found if not k.call.op.endswith("_backward")] + gradients
         unaligned = {k.call.op: k for k in found if k.launch.alignment < 16}
         found = [k for k in found if k.launch.alignment == 16] + list(unaligned.values())
         largest = kernels("triton", arch, everything=False)

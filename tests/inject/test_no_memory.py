@@ -103,7 +103,7 @@ def test_without_memory_for_a_float32_run_the_model_runs_on(numerics):
     x, result, said, checker = checked(module, numerics)
     assert torch.equal(result, fused(module, x))
     assert said == [
-        "a Full at [4, 64] bfloat16 was not compared with eager: "
+        "kernelwright: a Full at [4, 64] bfloat16 was not compared with eager: "
         "not enough memory for a float32 run"
     ]
     (finding,) = checker.findings
@@ -127,7 +127,9 @@ def test_without_memory_for_both_forwards_exact_stays_eager():
     module = Full(torch.bfloat16, 1, good=1)
     x, result, said, checker = checked(module, "exact", crowded)
     assert torch.equal(result, x + 1)
-    assert said == [f"a Full at [4, 64] bfloat16: {sites.NO_MEMORY}; that stays eager"]
+    assert said == [
+        f"kernelwright: a Full at [4, 64] bfloat16: {sites.NO_MEMORY}; that stays eager"
+    ]
     assert checker.findings[0].problem == sites.NO_MEMORY
     assert torch.equal(checker.run(module, fused, Full.forward, (x,), {}), x + 1)
     assert [made() for made in module.half_made] == [None]
@@ -137,7 +139,9 @@ def test_without_memory_for_both_forwards_fused_goes_unchecked():
     module = Full(torch.bfloat16, 1, good=1)
     x, result, said, checker = checked(module, "fused", crowded)
     assert torch.equal(result, fused(module, x))
-    assert said == [f"a Full at [4, 64] bfloat16 was not compared with eager: {sites.NO_MEMORY}"]
+    assert said == [
+        f"kernelwright: a Full at [4, 64] bfloat16 was not compared with eager: {sites.NO_MEMORY}"
+    ]
     assert checker.findings[0].unchecked == sites.NO_MEMORY
 
 

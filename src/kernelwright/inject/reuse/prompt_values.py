@@ -31,6 +31,8 @@ from ..state.tensor_samples import TensorSamples
 
 T = TypeVar("T")
 
+PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer))
+
 
 @dataclass(frozen=True)
 class MadeFrom:
@@ -156,7 +158,7 @@ def can_cache(source: Tensor, weights: Sequence[Any]) -> bool:
     if type(source) is not Tensor or source.is_inference():
         return False
     # a quantised weight of torchao is a wrapper around other tensors, without memory of its own
-    if any(hasattr(weight, "__tensor_flatten__") for weight in weights):
+    if not PLAIN.issuperset(map(type, weights)):
         return False
     return not (weights and any(map(Tensor.is_inference, weights)))
 
