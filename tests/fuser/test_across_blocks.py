@@ -7,7 +7,8 @@ from torch import nn
 
 from kernelwright.fuser import across_blocks, planning, running
 from kernelwright.fuser.program import Program
-from kernelwright.fuser.recording import LINEARS, record
+from kernelwright.fuser.recorded_ops import LINEARS
+from kernelwright.fuser.recording import record
 from kernelwright.fuser.rewriting import join_products_of_one_input
 
 from .blocks import drawn

@@ -6,7 +6,7 @@ from torch import nn
 
 from kernelwright.fuser import planning, recording, rewriting, running
 from kernelwright.fuser.program import Program
-from kernelwright.fuser.recording import LINEAR, LINEAR_GELU, LINEARS
+from kernelwright.fuser.recorded_ops import LINEAR, LINEAR_GELU, LINEARS
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ from fuser.blocks import Block, drawn
 from torch import nn
 
 import kernelwright as kw
-from kernelwright.fuser import recording
+from kernelwright.fuser import recorded_ops, recording
 from kernelwright.inject.identify.structure import structure_of
 from kernelwright.inject.reuse import packed_weights
 from kernelwright.inject.reuse.packed_gemm import SameBits
@@ -108,7 +108,7 @@ def test_layers_of_one_input_are_one_product_where_their_weights_can_lie_togethe
     block, x = Projections().eval(), torch.randn(2, 8, 64)
     products = ProgramProducts(True, None, SameBits())
     made = recording.record(block, (x,), {})
-    nodes = made.graph.find_nodes(op="call_function", target=recording.LINEAR)
+    nodes = made.graph.find_nodes(op="call_function", target=recorded_ops.LINEAR)
     held = block.k.weight.data if shared else None  # another owner of its memory
     inputs = made.inputs(block, (x,), {})
     drawn_before = torch.get_rng_state()

@@ -23,7 +23,8 @@ from .index import Affine, Space
 from .parallel_attention import PARALLEL_ATTENTION
 from .planning import Plan
 from .program import Program
-from .recording import ATTENTION, LAYER, Recording
+from .recorded_ops import ATTENTION, LAYER
+from .recording import Recording
 from .running import Executable
 from .views import aten, is_tensor, packet, shape_of
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recording import plain_attention
+from .recorded_ops import plain_attention
 
 # ranges of valid rows, or keys, in one sample: words, padding, picture are two
 MAX_RANGES = 4

@@ -16,7 +16,7 @@ from torch import fx
 
 from .expression import Choice, Expression, Load, Row, Step
 from .index import Affine, CannotIndex, Cut, Space, Split
-from .recording import RMS_NORM
+from .recorded_ops import RMS_NORM
 from .views import PARTS, VIEWS, Index, packet, shape_of, start_of
 
 aten: Any = torch.ops.aten

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS
-from .recording import RMS_NORM
+from .recorded_ops import RMS_NORM
 from .views import PARTS, VIEWS, aten, is_tensor, packet, shape_of
 
 

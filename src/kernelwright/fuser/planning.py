@@ -23,7 +23,8 @@ from .layouts import in_rows
 from .merging import merged
 from .node_kinds import NodeKinds
 from .program import Program, Store
-from .recording import LINEARS, RMS_NORM, Recording
+from .recorded_ops import LINEARS, RMS_NORM
+from .recording import Recording
 from .views import aten, is_tensor, packet, shape_of
 
 # an operand with this many times fewer elements is computed again wherever it is used

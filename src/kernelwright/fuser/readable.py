@@ -16,7 +16,8 @@ from .expression import Choice, Expression, Load, Row, Step, walk
 from .index import Affine
 from .planning import Plan
 from .program import Program
-from .recording import RMS_NORM, Recording
+from .recorded_ops import RMS_NORM
+from .recording import Recording
 
 aten: Any = torch.ops.aten
 LONG = 60  # characters of a formula that gets a line of its own

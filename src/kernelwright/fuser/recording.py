@@ -12,8 +12,7 @@ one is a single op of the graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -23,16 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..backends.torch_internals import any_autocast, one_fake_mode, pytree
 from ..ops import library
-from ..ops.linear import linear_gelu
-from ..ops.linear.plain import separate_linears
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
+from .recorded_ops import ATTENTION, LAYER, LINEAR, RMS_NORM, opaque_layers, sdp_backends
 
 # how to find a tensor among arguments: what to apply, one after the other
 Path = tuple[Callable[[Any], Any], ...]
@@ -42,135 +39,16 @@ class CannotRecord(Exception):
     """Why a forward cannot be written down."""
 
 
-# what PyTorch chooses the kernel of an attention from
-SDP_BACKENDS = (
-    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
-    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
-    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
-    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
-)
-
-
 # ops that exchange tensors; "_c10d_functional" is another name of the second
 COLLECTIVES = ("c10d", "c10d_functional")
 
 
-def sdp_backends() -> list[int]:
-    """The numbers of the backends that may be chosen now."""
-    return [i for i, (_, enabled) in enumerate(SDP_BACKENDS) if enabled()]
-
-
-def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-    backends: Sequence[int] = (),
-) -> Tensor:
-    """F.scaled_dot_product_attention; of these backends only, if a forward has chosen any."""
-    chosen = [SDP_BACKENDS[i][0] for i in backends]
-    with sdpa_kernel(chosen) if chosen else nullcontext():
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
-        )
-
-
-def plain_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    return F.rms_norm(x, shape, weight, eps)
-
-
-LINEAR = library.define(
-    "recorded_linear",
-    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    F.linear,
-    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
-)
-
-
-def joined_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """Linear layers of one input: parts of one tensor."""
-    return _parts(torch.cat(separate_linears(x, weights, biases), -1), weights)
-
-
-def _parts(y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    return list(y.split_with_sizes([len(w) for w in weights], -1))
-
-
-# these two are in no forward that is recorded: a rewriting of its graph puts them there
-LINEARS = library.define(
-    "recorded_linears",
-    "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]",
-    joined_linears,
-    lambda x, weights, biases: _parts(
-        x.new_empty(*x.shape[:-1], sum(len(w) for w in weights)), weights
-    ),
-)
-LINEAR_GELU = library.define(
-    "recorded_linear_gelu",
-    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    linear_gelu,
-    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
-)
-ATTENTION = library.define(
-    "recorded_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, "
-    "float? scale, bool grouped, int[] backends) -> Tensor",
-    plain_attention,
-    lambda query, key, value, *_: query.new_empty(*query.shape[:-1], value.shape[-1]),
-)
-RMS_NORM = library.define(
-    "recorded_rms_norm",
-    "(Tensor x, int[] shape, Tensor? weight, float? eps) -> Tensor",
-    plain_rms_norm,
-    lambda x, shape, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-
-
-class _Layers(threading.local):
-    """The opaque layers of the module that is recorded or run in this thread."""
-
-    called: Sequence[nn.Module] = ()
+class _Outside(threading.local):
     backends: Sequence[int] = ()  # of attention, outside of the forward that is recorded
 
 
-_layers = _Layers()
+_outside = _Outside()
 one_at_a_time = threading.RLock()
-
-
-@contextmanager
-def opaque_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Make these the layers that calls in a graph mean, by their number."""
-    before, _layers.called = _layers.called, layers
-    try:
-        yield
-    finally:
-        _layers.called = before
-
-
-def call_layer(x: Tensor, number: int) -> Tensor:
-    return _layers.called[number](x)
-
-
-def _called(x: Tensor, number: int) -> Tensor:
-    result = call_layer(x, number)
-    # an op must not return its own input
-    return result.clone() if result is x else result
-
-
-def _width(layer: Any) -> int:
-    return layer.weight.shape[0]
-
-
-LAYER = library.define(
-    "recorded_layer",
-    "(Tensor x, int number) -> Tensor",
-    _called,
-    lambda x, number: x.new_empty(*x.shape[:-1], _width(_layers.called[number])),
-)
 
 
 class _Opaque(nn.Module):
@@ -230,7 +108,7 @@ def _sdpa(
     if dropout_p:
         raise CannotRecord("attention with dropout")
     chosen = sdp_backends()
-    if chosen == _layers.backends:
+    if chosen == _outside.backends:
         chosen = []
     return ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, chosen)
 
@@ -345,7 +223,7 @@ def record(
     weights.update(weights_of(twin))
     # make_fx patches nn.Module for all threads, and is not made for two at a time
     with one_at_a_time, opaque_layers(opaque), recorded_calls() as parallel:
-        _layers.backends = sdp_backends()
+        _outside.backends = sdp_backends()
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
             if type(t) not in (Tensor, nn.Parameter, nn.Buffer):

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..backends.torch_internals import adds_bias_apart, pytree
-from .recording import LINEAR, LINEAR_GELU, LINEARS
+from .recorded_ops import LINEAR, LINEAR_GELU, LINEARS
 from .row_layout import ACCESS
 from .views import PARTS, VIEWS, packet
 

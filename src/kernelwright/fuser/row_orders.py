@@ -10,7 +10,7 @@ import torch
 from ..backends import Unsupported
 from ..ops.row.order import Order, aten_order, eager_mean_order, layer_order, mean_order, rms_order
 from .lowering import Statistics
-from .recording import RMS_NORM
+from .recorded_ops import RMS_NORM
 
 aten: Any = torch.ops.aten
 

@@ -27,7 +27,7 @@ from .index import Affine, Space
 from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
 from .planning import Plan
 from .program import Program, Store
-from .recording import (
+from .recorded_ops import (
     ATTENTION,
     LAYER,
     LINEAR,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import dispatch_modes, layout_check
-from ...fuser.recording import opaque_layers
+from ...fuser.recorded_ops import opaque_layers
 from ...fuser.running import OtherShape
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading

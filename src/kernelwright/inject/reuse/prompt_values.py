@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter, is_
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -30,8 +31,6 @@ from ..runtime import model_run, sites
 from ..state.tensor_samples import TensorSamples
 
 T = TypeVar("T")
-
-PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,14 @@ def can_cache(source: Tensor, weights: Sequence[Any]) -> bool:
     if type(source) is not Tensor or source.is_inference():
         return False
     # a quantised weight of torchao is a wrapper around other tensors, without memory of its own
-    if not PLAIN.issuperset(map(type, weights)):
+    if any(map(_is_wrapper, map(type, weights))):
         return False
     return not (weights and any(map(Tensor.is_inference, weights)))
+
+
+@lru_cache  # for every block of a forward
+def _is_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def storage_ref(t: Tensor) -> ref[Any]:
