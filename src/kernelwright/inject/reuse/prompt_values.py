@@ -162,7 +162,7 @@ def can_cache(source: Tensor, weights: Sequence[Any]) -> bool:
     return not (weights and any(map(Tensor.is_inference, weights)))
 
 
-@lru_cache  # for every block of a forward
+@lru_cache  # asked for every weight of every block
 def _is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
