@@ -1,10 +1,10 @@
 """Times one training step of whole models: forward, loss and backward.
 
 Each configuration trains a fresh copy of the same model with AdamW. Its losses and the gradients of
-the first step are compared with eager's, bit for bit, with PyTorch's deterministic algorithms: the
-backward of attention adds in any order otherwise, and eager does not repeat itself. "exact" must
-give every gradient and loss that a second eager run gives again. Then steps are timed with
-PyTorch's defaults.
+the first step are compared with eager's, bit for bit, with PyTorch's deterministic algorithms and
+an attention that repeats itself: its backward adds in any order otherwise, and eager's gradients
+differ from run to run. "exact" must give every gradient and loss that a second eager run gives
+again. Then steps are timed with PyTorch's defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from ..measure.results import environment_of
 from ..measure.timing import milliseconds, wait
 from ..models.catalog import preset as preset_named
 from .models import Unavailable, Wrong, _fresh, _memory, _reason, _sizes
-from .training_setup import ATTENTION, add_lora, attention, checkpoint, deterministic, liger
+from .training_setup import (
+    ATTENTION,
+    add_lora,
+    attention,
+    checkpoint,
+    deterministic,
+    liger,
+    repeatable,
+)
 
 CONFIGS = (*configs.CONFIGS, "liger")
 DEFAULT = ("eager", "compile", "exact", "fused", "liger")
@@ -178,7 +186,7 @@ def measure(
 def _eager(setup: Setup) -> Trained:
     _fresh()
     model = setup.model()
-    with attention(setup.attention), deterministic():
+    with repeatable(setup.attention), deterministic():
         return train(model, model, setup.loss(), setup.steps)
 
 
@@ -203,7 +211,7 @@ def _measure(
         except (ValueError, CannotRun) as no:
             raise Unavailable(str(no)) from None
         stack.enter_context(attention(setup.attention))
-        with deterministic():
+        with repeatable(setup.attention), deterministic():
             got = train(model, run, loss_of, setup.steps)
         repeated = eager.same_gradients(again)
         same = got.same_gradients(eager)

@@ -69,6 +69,15 @@ def attention(name: str) -> AbstractContextManager[Any]:
     return nullcontext() if backend is None else sdpa_kernel(backend)
 
 
+def repeatable(name: str) -> AbstractContextManager[Any]:
+    """Attention whose gradients repeat themselves: the backend of this name, or for "default" flash
+    and, where it takes no mask, the steps of math. Masked, PyTorch would choose the efficient
+    kernel, whose gradients differ from run to run on a GPU, deterministic algorithms or not."""
+    if name != "default":
+        return attention(name)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """PyTorch's deterministic algorithms, without its filling of new memory."""
