@@ -8,7 +8,7 @@ from torch import fx
 from fuser import blocks
 from fuser.blocks import Small, drawn
 from kernelwright.backends import Unsupported, cuda
-from kernelwright.fuser import cuda_source, launching, planning, recording
+from kernelwright.fuser import cuda_source, launching, planning, recording, running
 
 pytest.importorskip("cuda.core")
 
@@ -106,3 +106,27 @@ def test_the_arguments_of_a_launch():
 def test_what_has_no_code_says_so(function, why):
     with pytest.raises(Unsupported, match=why):
         kernels(Small(function), drawn(4, 32))
+
+
+def test_a_division_by_a_number_is_a_product_as_on_a_gpu():
+    (kernel,) = kernels(Small(lambda x: x / 3), drawn(4, 64, dtype=torch.float32))
+    assert "0.3333333432674408f" in kernel.code
+    assert "__fdiv_rn" not in kernel.code
+    (kernel,) = kernels(Small(lambda x, y: x / y), *(drawn(4, 64, dtype=torch.float32),) * 2)
+    assert "__fdiv_rn" in kernel.code
+
+
+def test_a_conjugate_that_is_only_noted_stays_pytorchs():
+    """Its memory holds other numbers than its value."""
+    x, angles = drawn(4, 6, 32, dtype=torch.float32), drawn(4, 6, 16, dtype=torch.float32)
+    turned = torch.polar(torch.ones_like(angles), angles)
+
+    def forward(x, turned):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turned.conj()).flatten(-2)
+
+    recorded = recording.record(Small(forward), (x, turned), {})
+    plan = planning.plan(recorded, launching.Kernels().why_not)
+    assert not any("_conj" in s.loads for s in plan.steps if not isinstance(s, fx.Node))
+    got = running.Executable(plan)(recorded.inputs(Small(forward), (x, turned), {}))
+    assert torch.equal(recorded.result(got), forward(x, turned))

@@ -82,13 +82,19 @@ def test_ops_over_every_16_bit_number(name, dtype):
     assert same(got, UNARY[name](x))
 
 
-@pytest.mark.parametrize(
-    "name", ["exp", "sin", "cos", "tanh", "silu", "gelu", "gelu_tanh", "rsqrt"]
-)
+@pytest.mark.parametrize("name", [n for n in UNARY if n != "float"])
 def test_ops_in_float32(name):
     x = torch.randn(1 << 14, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     got, _ = launched(Small(UNARY[name]), x * 4)
     assert same(got, UNARY[name](x * 4))
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("number", [3, 7.0, 127, 192, 0.1, -49.0, 1e-30, 3e38, 0])
+def test_a_division_by_a_number(number, dtype):
+    x = torch.randn(1 << 10, 64, device="cuda").to(dtype)
+    got, _ = launched(Small(lambda x: x / number), x)
+    assert same(got, x / number)
 
 
 BINARY = {

@@ -127,7 +127,7 @@ def preset(name, lora, dtype):
     """A tiny model to be trained: all of it, or adapters of its attention."""
     built = models.build(name, tiny=True, dtype=dtype).requires_grad_(True)
     names = {n.rpartition(".")[2] for n, m in built.named_modules() if isinstance(m, nn.Linear)}
-    found = ATTENTION & names or {"query_key_value"} & names
+    found = ATTENTION & names or {"query_key_value", "to_query", "to_key", "to_value"} & names
     return with_lora(built, *found) if lora else built
 
 

@@ -25,7 +25,7 @@ from .cuda_steps import GRADIENTS, float_literal, form_of_table, type_name
 from .cuda_values import Values, Vector
 from .expression import Choice, Load, Step, walk
 from .index import Space
-from .lowering import Lowered, Shape, Statistics, inside, lowered, operands, statistics_of
+from .lowering import COMPLEX, Lowered, Shape, Statistics, inside, lowered, operands, statistics_of
 from .program import Program, Store
 from .row_layout import Access, RowLayout, widest_vector
 from .row_orders import order_of, scratch_name, threads_of
@@ -61,6 +61,8 @@ class _Emitter:
         self.width = prod(self.extents[n] for n in self.shape.along)
         self.rows = prod(self.extents[n] for n in self.shape.rows)
         values = [lowered(s.value, space) for s in self.program.stores]
+        if any(getattr(e, "dtype", None) in COMPLEX for e in inside(values)):
+            raise Unsupported("complex numbers")  # left whole: only their parts have instructions
         self.stores = list(zip(self.program.stores, values, strict=True))
         self.statistics = statistics_of(values)
         order = threads_of(self.statistics, self.width, self.rows, self.exact)

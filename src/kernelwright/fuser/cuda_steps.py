@@ -270,6 +270,12 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
         # PyTorch rounds the number to the dtype that it compares in
         border = float_literal(torch.tensor(e.args[1], dtype=types[0]).item())
         return lambda a: make(a[0], border)
+    if packet is aten.div and types[-1] is None and e.args[1] != 0:
+        # on a GPU PyTorch multiplies by the reciprocal of a number, rounded to float32
+        inverse = torch.tensor(float(e.args[1]), dtype=torch.float32).reciprocal()
+        if not inverse.isfinite():
+            raise Unsupported(f"a division by {e.args[1]}")
+        return lambda a: f"__fmul_rn({a[0]}, {float_literal(inverse.item())})"
     if e.dtype == torch.bool:
         return lambda a: f"({make(*a)} != 0.f ? 1.f : 0.f)"
     return lambda a: make(*a)

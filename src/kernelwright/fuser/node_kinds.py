@@ -30,7 +30,7 @@ class NodeKinds:
 
     def _is_computed(self, node: fx.Node) -> bool:
         kind = packet(node)
-        if node in self.left or len(_devices(node)) > 1:
+        if node in self.left or len(_devices(node)) > 1 or _is_lazy(node):
             return False
         if node.target is RMS_NORM:
             return len(node.args[1]) == 1
@@ -76,3 +76,10 @@ def _along_last(node: fx.Node) -> bool:
 def _devices(node: fx.Node) -> set[torch.device]:
     """Where a node and its operands lie; a kernel reads one device only."""
     return {n.meta["val"].device for n in (node, *node.all_input_nodes) if is_tensor(n)}
+
+
+def _is_lazy(node: fx.Node) -> bool:
+    """Whether an operand's memory holds other numbers than its value: a conjugate or a negative
+    that PyTorch has only noted."""
+    values = [n.meta["val"] for n in node.all_input_nodes if is_tensor(n)]
+    return any(v.is_conj() or v.is_neg() for v in values)
