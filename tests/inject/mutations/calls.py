@@ -276,14 +276,14 @@ def transformed(world):
 @contextmanager
 def repeatable():
     """PyTorch's deterministic kernels: the usual backward of attention on a GPU adds in an order
-    that changes from run to run, so eager itself would not give the same gradients twice. cuDNN's
-    has no other."""
-    attention = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    that changes from run to run, so eager itself would not give the same gradients twice. That of
+    cuDNN and of the efficient kernel has no other."""
+    attention = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with sdpa_kernel(attention):
+        with sdpa_kernel(attention, set_priority=True):
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
