@@ -222,6 +222,8 @@ class AttentionFusions(BaseFusions):
             return eager()
         if linear.bias is None or linear.weight.dtype != rows.dtype or 2 * tokens < rows.shape[1]:
             return eager()
+        if not torch.compiler.is_compiling() and not self.at_hand(linear):
+            return eager()
 
         exact, backend = self._exact_and_backend(rows, "diffusers")
 

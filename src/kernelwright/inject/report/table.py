@@ -32,6 +32,7 @@ def render(report: Record) -> Iterator[Any]:
         table.add_row(*([component] if several else []), *cells, style=None if does else "dim")
     yield table
     yield summary(report)
+    yield from filter(None, (resting.describe() for resting in report.resting))
     yield from map(str, report.blocks)
     yield from report.gradients
     for programs in report.programs:

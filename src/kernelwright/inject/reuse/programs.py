@@ -124,6 +124,8 @@ class Programs:
         """A recording for this module. Layers with hooks must not run twice, nor may attention that
         waits for other processes: if it has either, the run that was recorded is this call, and its
         result is returned as well, even if the recording is of no use."""
+        if self.fp8_layers is not None:  # a recording runs the forward with all weights
+            self.fp8_layers.fetch_all(module)
         opaque = opaque_in(module)
         once = bool(opaque) or waits(module)
         why = why_not(module, opaque)
