@@ -34,6 +34,7 @@ from ..verify import accuracy
 from ..verify.findings import Finding
 from ..verify.first_sight import Checker
 from .activations import Makers, rows_of
+from .compiled import FP8_LINEAR, LayersByWeight, number
 from .resting import Resting
 from .weights import Pack, Quantised, quantise
 
@@ -77,6 +78,10 @@ class Fp8Layers:
     _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
     # where the 16-bit weights are meanwhile
     resting: Resting = field(default_factory=Resting)
+    _by_weight: LayersByWeight = field(default_factory=LayersByWeight)
+
+    def __post_init__(self) -> None:
+        self.number = number(self)
 
     def __deepcopy__(self, memo: Any) -> Fp8Layers:
         return self  # copies of a model share their forwards, too
@@ -158,11 +163,23 @@ class Fp8Layers:
 
     def wanted(self, layer: nn.Module) -> bool:
         """Whether a layer is to run in fp8, here and now."""
-        if torch.compiler.is_compiling() or mode.eager or not mode.fp8:
+        if torch.compiler.is_compiling():
+            return self._may_trace(layer)
+        if mode.eager or not mode.fp8:
             return False
         kept = self._layers.get(layer)
         usable = kept is None or kept.good is not False
         return usable and self._has(layer) and layer not in self._left
+
+    def _may_trace(self, layer: Any) -> bool:
+        """Whether torch.compile may trace a layer as an op, which then decides when it runs."""
+        if torch.is_grad_enabled() or "forward" not in layer.__dict__:
+            return False
+        return getattr(layer.__dict__["forward"].__func__, MARK, None) is self
+
+    def layer_of(self, weight: Tensor) -> Any:
+        """The layer that has this weight, or None."""
+        return self._by_weight.find(weight, [m for m in self.checker.names if self._has(m)])
 
     def _has(self, layer: nn.Module) -> bool:
         """Whether a layer was given to this injection, or is a copy of one that was."""
@@ -178,6 +195,23 @@ class Fp8Layers:
     ) -> Tensor | None:
         """layer(act(x) * up) in fp8, or None where it must run in 16 bits. With `left`, the layer's
         input is the concatenation of that and act(x) * up."""
+        if torch.compiler.is_compiling():
+            mixed = torch.is_autocast_enabled(x.device.type) or x.dtype != layer.weight.dtype
+            if mixed or type(x) is not Tensor or not self._may_trace(layer):
+                return None
+            return FP8_LINEAR(x, layer.weight, layer.bias, activation, up, left, self.number)
+        return self.run(layer, x, activation, up, left)
+
+    def run(
+        self,
+        layer: Any,
+        x: Tensor,
+        activation: str = "none",
+        up: Tensor | None = None,
+        left: Tensor | None = None,
+        rest: bool = True,
+    ) -> Tensor | None:
+        """The same outside of a trace; `rest`: the 16-bit weight may leave the GPU."""
         if not self.wanted(layer):
             return None
         if why := _misfit(layer, x):
@@ -199,7 +233,7 @@ class Fp8Layers:
             given = given if up is None else given * up
             given = given if left is None else torch.cat([left, given], -1)
             y = self._first_sight(layer, kept, given, y)
-        if kept.good:
+        if kept.good and rest:
             self._let_rest(layer, kept)
         return y
 

@@ -62,7 +62,8 @@ def summary(report: Record) -> str:
     verb = "would be replaced" if report.planned else "replaced"
     text = f"{report.replaced} modules {verb}"
     findings = report.findings
-    if not findings:
+    misfits = Counter(why for c in report.checkers for why in c.misfits.values())
+    if not findings and not misfits:
         return f"{text}; {_not_compared(report)}."
     compared = [f for f in findings if f.equal is not None]
     if compared:
@@ -75,7 +76,6 @@ def summary(report: Record) -> str:
     in_fp8 = [f.error for f in findings if f.error is not None and f.eager_error is None]
     if in_fp8:
         text += f"; {len(in_fp8)} layers in fp8, off by at most {max(in_fp8):.1%}"
-    misfits = Counter(why for c in report.checkers for why in c.misfits.values())
     for why, count in misfits.items():
         text += f"; {count} layers not in fp8: {why}"
     if uninformative := sum(len(c.uninformative) for c in report.checkers):
