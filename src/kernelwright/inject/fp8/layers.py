@@ -34,6 +34,7 @@ from ..verify import accuracy
 from ..verify.findings import Finding
 from ..verify.first_sight import Checker
 from .activations import Makers, rows_of
+from .attention import Fp8Attention
 from .compiled import FP8_LINEAR, LayersByWeight, number
 from .resting import Resting
 from .weights import Pack, Quantised, quantise
@@ -82,6 +83,7 @@ class Fp8Layers:
 
     def __post_init__(self) -> None:
         self.number = number(self)
+        self.attention = Fp8Attention(self.checker)
 
     def __deepcopy__(self, memo: Any) -> Fp8Layers:
         return self  # copies of a model share their forwards, too

@@ -73,9 +73,11 @@ def summary(report: Record) -> str:
     if errors:
         worst = max(f.error / f.eager_error for f in errors)  # type: ignore[operator]
         text += f"; error at most {worst:.2f} of eager's in {len(errors)} comparisons"
-    in_fp8 = [f.error for f in findings if f.error is not None and f.eager_error is None]
-    if in_fp8:
-        text += f"; {len(in_fp8)} layers in fp8, off by at most {max(in_fp8):.1%}"
+    in_fp8 = [f for f in findings if f.error is not None and f.eager_error is None]
+    for kind, what in (("Linear", "layers in fp8"), ("attention", "attentions in eight bits")):
+        found = [f.error for f in in_fp8 if f.kind == kind and f.error is not None]
+        if found:
+            text += f"; {len(found)} {what}, off by at most {max(found):.1%}"
     for why, count in misfits.items():
         text += f"; {count} layers not in fp8: {why}"
     if uninformative := sum(len(c.uninformative) for c in report.checkers):
