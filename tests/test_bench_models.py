@@ -2,9 +2,11 @@
 
 import io
 import json
+import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -339,3 +341,45 @@ def test_autotune_is_torch_compile_with_max_autotune(monkeypatch):
             assert report is None
     assert asked == [{}, {"mode": "max-autotune-no-cudagraphs"}]
     assert configs.tier_of("compile+autotune+graphs") is None
+
+
+def test_torchao_is_a_peer_in_the_same_run_with_the_psnr_of_the_last_latents(monkeypatch):
+    """Its float8 is stood in for: what is checked is which layers it gets, and what is compared."""
+    seen = []
+
+    def quantize_(model, config, wanted):
+        assert config == ("float8", "rows")
+        for name, module in model.named_modules():
+            if wanted(module, name):
+                seen.append(name)
+                module.weight.data = module.weight.data.to(torch.float8_e4m3fn).to(torch.float32)
+
+    fake = ModuleType("torchao.quantization")
+    fake.quantize_ = quantize_
+    fake.PerRow = lambda: "rows"
+    fake.Float8DynamicActivationFloat8WeightConfig = lambda granularity: ("float8", granularity)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", fake)
+    how = {"tiny": True, "device": "cpu", "dtype": torch.float32, "seconds": 0.0}
+    configs = ("eager", "fp8", "torchao")
+    rows = list(bench.measure("flux-dev", configs, with_latents=True, **how))
+    assert [row["config"] for row in rows] == list(configs), rows
+    eager, ours, peer = rows
+    assert eager["psnr"] == math.inf
+    assert seen
+    assert all("blocks" in name for name in seen)
+    assert 0 < ours["psnr"] < 200
+    assert 0 < peer["psnr"] < 200
+    assert peer["error"] > eager["error"]
+    assert eager["equal"]  # the peer works on a copy
+
+
+def test_a_peer_that_is_not_installed_or_not_known_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    how = {"tiny": True, "device": "cpu", "dtype": torch.float32, "seconds": 0.0}
+    (row,) = bench.measure("flux-dev", ("torchao+compile",), **how)
+    assert "pip install torchao" in row["failed"]
+    assert row["unavailable"]
+    result = CliRunner().invoke(app, ["bench", "model", "flux-dev", "--tiny", "--peer", "unknown"])
+    assert result.exit_code == 2
+    assert "torchao" in result.output

@@ -6,6 +6,7 @@ with TRITON_DUMP_PTXAS_LOG=1, and only for what is not in Triton's cache yet.
 
 import contextlib
 import io
+import itertools
 import json
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from kernelwright.ops.attention import custom_kernels, launch
 from kernelwright.ops.channel_norm import CHANNEL_NORM
 from kernelwright.ops.fp8 import QUANTIZE
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
+from kernelwright.ops.fp8_attention import FP8_ATTENTION, QUANTIZE_QKV, STATISTICS
 from kernelwright.ops.op import Op
 from kernelwright.ops.plan import Call
 
@@ -45,7 +47,7 @@ def wanted(arch: str) -> list[Kernel]:
     found += [attention(arch, dtype, keys=512) for dtype in dtypes]
     if arch == "sm_90":
         found.append(attention(arch, half, keys=128))
-        found += eight_bits(arch) + by_channel(arch)
+        found += eight_bits(arch) + by_channel(arch) + attention_in_eight_bits(arch)
     return list({signature(k): k for k in found}.values())
 
 
@@ -78,6 +80,20 @@ def eight_bits(arch: str) -> list[Kernel]:
         norm = None, None, part, part, kind, 1e-6, True
         calls += [(NORM_QUANTIZE, (x, *norm)), (RESIDUAL_NORM_QUANTIZE, (x, x, part, *norm))]
     return [planned(arch, op, arguments) for op, arguments in calls]
+
+
+def attention_in_eight_bits(arch: str) -> list[Kernel]:
+    """At the head dimensions of models, with query and key as integers and in fp8."""
+    found = []
+    for dim, integers in itertools.product((64, 128), (True, False)):
+        x = torch.empty(1, 2, 1000, dim, dtype=torch.bfloat16, device="meta")
+        statistics = STATISTICS.allocate(x, x)
+        operands = (x, x, x, *statistics, 0.125, integers)
+        eight = QUANTIZE_QKV.allocate(*operands)
+        calls = [(STATISTICS, (x, x)), (QUANTIZE_QKV, operands)]
+        calls.append((FP8_ATTENTION, (*eight, x, 1000)))
+        found += [planned(arch, op, arguments) for op, arguments in calls]
+    return found
 
 
 def by_channel(arch: str) -> list[Kernel]:

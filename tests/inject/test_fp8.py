@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernelwright as kw
 from kernelwright import models
@@ -309,9 +310,59 @@ def test_gradients_are_those_of_eager():
     assert all(map(torch.equal, got, [p.grad for p in model.parameters()]))
 
 
-def test_under_torch_compile_it_is_what_fused_is():
+class Outer(nn.Module):
+    """A model of blocks that are compiled one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_compiled_blocks_have_the_bits_of_the_tier_and_share_a_trace():
+    torch.manual_seed(0)
+    model, x = Outer().eval().requires_grad_(False), torch.randn(8, 64)
+    exact = model(x)
+    kw.inject(model, numerics="fp8")
+    with torch.no_grad():
+        expected = model(x)
+    torch._dynamo.reset()
+    report = kw.inject(model, numerics="fp8")
+    traces = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=traces, fullgraph=True)
+    with torch.no_grad():
+        results = [model(x) for _ in range(2)]
+    assert traces.frame_count == 1
+    assert all(torch.equal(result, expected) for result in results)
+    assert not torch.equal(results[0], exact)
+    assert len([f for f in report.findings if f.kind == "Linear"]) == 4
+    with torch.no_grad():
+        model.blocks[1].blocks[0].weight.mul_(2)
+        assert not torch.equal(model(x), expected)
+
+
+def test_compiled_blocks_of_a_model_come_near():
+    model, inputs = built("flux-dev")
+    kw.inject(model, numerics="fp8")
+    expected = run(model, inputs)
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    report = kw.inject(model, numerics="fp8")
+    result = run(model, inputs)
+    assert [f for f in report.findings if f.kind == "Linear"]
+    assert accuracy.error(result, expected) < 0.05
+
+
+def test_a_model_compiled_whole_stays_in_16_bits_and_says_so():
     model, x = stack(), torch.randn(8, 64)
     expected = model(x)
-    kw.inject(model, numerics="fp8")
+    report = kw.inject(model, numerics="fp8")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), expected)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), expected)
+    assert "2 layers not in fp8: the whole model is compiled" in report.summary

@@ -152,6 +152,7 @@ _TYPES = {
     torch.float32: "fp32",
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
 }
 
 

@@ -33,7 +33,7 @@ from ..measure.timing import milliseconds, wait
 from ..models.catalog import preset as preset_named
 from ..profiling.categories import split
 from ..profiling.record import record
-from . import first_result
+from . import first_result, latents
 
 
 class Wrong(AssertionError):
@@ -55,6 +55,7 @@ def measure(
     with_error: bool = True,
     first_of: Sequence[str] = (),
     layers: int | None = None,
+    with_latents: bool = False,
     **sizes: int,
 ) -> Generator[dict[str, Any]]:
     """One row a configuration: milliseconds a forward, memory, seconds to the first result.
@@ -62,7 +63,8 @@ def measure(
     For the configurations `first_of`, the first result is also timed in new processes, with cold
     and with warm caches. A configuration that fails gets a row too, and the next ones still run; of
     a model that cannot be built or run, every configuration gets a row with the reason. `layers`
-    builds at most so many of each kind of block.
+    builds at most so many of each kind of block. `with_latents` also denoises in STEPS steps, and
+    compares the last latents with eager's.
     """
     place: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     build = {**place, "layers": layers}
@@ -79,11 +81,16 @@ def measure(
             truth = _truth(model, inputs) if with_error else None
         except torch.OutOfMemoryError:  # it needs three times the memory
             truth = None
+        denoised = None
+        if with_latents and latents.denoises(inputs):
+            denoised = latents.last_latents(model, inputs)
         eager_error = None if truth is None else accuracy.error(expected, truth)
         for row in rows:
             config = row["config"]
             try:
-                row |= _measure(model, inputs, config, expected, truth, eager_error, seconds)
+                row |= _measure(
+                    model, inputs, config, expected, truth, eager_error, seconds, denoised
+                )
                 if config in first_of:
                     row |= first_result.cold_and_warm(preset, config, sizes=sizes, **build)
             except Wrong as wrong:
@@ -129,6 +136,7 @@ def _measure(
     truth: Any,
     eager_error: float | None,
     seconds: float,
+    denoised: Tensor | None = None,
 ) -> dict[str, Any]:
     tier = tier_of(config)
     _fresh()
@@ -156,18 +164,31 @@ def _measure(
         }
         _check(config, tier, row, accuracy.rows(expected))
         del result
+        if denoised is not None:
+            row |= _latents(run, inputs, config, denoised)
         if report is not None:
             row["replaced"] = report.replaced
             row["sites"] = report.sites
             row["problems"] = report.to_dict()["problems"]
             row["graphs"] = [g.describe() for g in report.graphs]
-        row |= _memory()
+        # a peer's copy of the model stands beside the model
+        own = "torchao" not in config.split("+")
+        row |= _memory() if own else {}
         _fresh()
         row["ms"] = milliseconds(lambda: run(**inputs), seconds)
-        row |= _memory("steady_")
+        row |= _memory("steady_") if own else {}
         if (device := _device(inputs)).type == "cuda":
             row["split"] = split(record(lambda: run(**inputs), device))
     return row
+
+
+def _latents(
+    run: Any, inputs: dict[str, Any], config: str, denoised: Tensor
+) -> dict[str, float | None]:
+    """PSNR of the last latents of a whole run against eager's."""
+    if "compile" in config and "graphs" in config:
+        return {}  # such a graph replays one set of inputs
+    return {"psnr": latents.psnr(latents.last_latents(run, inputs), denoised)}
 
 
 def _device(inputs: dict[str, Any]) -> torch.device:
@@ -240,6 +261,7 @@ def run(
     out: Path | None = None,
     layers: int | None = None,
     minutes: float | None = None,
+    with_latents: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure presets, by default all, in turn; writes the rows so far to `out` after each.
 
@@ -261,6 +283,7 @@ def run(
     kind = place.choose_dtype(dtype, at)
     how: dict[str, Any] = {"tiny": tiny, "device": str(at), "dtype": kind, "layers": layers}
     how |= {"seconds": seconds, "with_error": with_error, "first_of": first_of, **sizes}
+    how["with_latents"] = with_latents
     rows: list[dict[str, Any]] = []
     where = environment_of(at) if out is not None else {}
     late = {"failed": f"left out after {minutes or 0:g} minutes", "unavailable": True}

@@ -15,6 +15,7 @@ from ..measure.cpu_caveat import caveats
 LEFT = ("model", "config")
 # columns that are shown if any row has a value
 OPTIONAL = {"cold s": "cold_s", "warm s": "warm_s", "GiB": "peak_gib", "skipped": "skipped"}
+OPTIONAL["PSNR dB"] = "psnr"
 SPLIT = ("GEMM", "attention", "fused", "other")
 
 

@@ -31,7 +31,8 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextmanager
 def rounding_interpreter() -> Iterator[None]:
-    """Have Triton's interpreter round float32 to bfloat16 as a GPU does; it truncates."""
+    """Have Triton's interpreter round float32 to bfloat16 and to fp8 as a GPU does: it truncates to
+    the first, and forgets to carry in the second."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
@@ -41,10 +42,14 @@ def rounding_interpreter() -> Iterator[None]:
     cut = interpreter._convert_float
 
     def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
+        if source != tl.float32 or target not in (tl.bfloat16, tl.float8e4nv):
             return cut(data, source, target, mode)
-        rounded = torch.from_numpy(data.copy()).to(torch.bfloat16)
-        return rounded.view(torch.uint16).numpy().reshape(data.shape)
+        values = torch.from_numpy(data.copy())
+        if target == tl.bfloat16:
+            rounded = values.to(torch.bfloat16).view(torch.uint16)
+        else:
+            rounded = values.to(torch.float8_e4m3fn).view(torch.uint8)
+        return rounded.numpy().reshape(data.shape)
 
     interpreter._convert_float = convert
     try:

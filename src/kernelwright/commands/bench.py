@@ -18,6 +18,8 @@ from .shared_options import JsonOption, OutOption
 from .wide_tables import show
 
 OF_ONE = "eager,compile,compile+graphs,exact,exact+graphs,fused,fused+graphs,exact+compile"
+PEERS = {"torchao": ("torchao+compile", "torchao+compile+graphs")}
+OF_PEER = "eager,compile,compile+graphs,fp8,fp8+graphs"
 OF_ALL = "eager,compile,compile+graphs,exact+graphs,fused+graphs,fp8+graphs"
 
 __all__ = ["JsonOption", "OutOption", "app"]
@@ -65,8 +67,16 @@ def model(
             help="What to compare, comma-separated: eager; compile, exact, fused or fp8, alone or "
             "with +graphs (CUDA graphs); compile with +autotune or +autotune+graphs (the mode "
             "max-autotune), +strict, +strict_pointwise or +strict_reduction (numerics of torch "
-            "2.15); exact or fused with +compile or +graphs+compile; with flash-attn-4 "
+            "2.15); exact or fused with +compile or +graphs+compile, fp8+compile; with flash-attn-4 "
             "(pip install 'kernelwright[attention]') fused+fa4+graphs, fp8+fa4+graphs.",
+        ),
+    ] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="A library to compare fp8 with in the same run: torchao, its dynamic float8 by "
+            f"row with torch.compile. Without --config: {spaced(OF_PEER)}. Also denoises in 30 "
+            "steps, and shows the PSNR of the last latents against eager's."
         ),
     ] = None,
     frames: option.Frames = None,
@@ -107,10 +117,15 @@ def model(
     sizes["tokens"] = tokens
     if everything and presets:
         raise typer.BadParameter("it takes all presets: leave their names out", param_hint="--all")
+    if peer is not None and peer not in PEERS:
+        raise typer.BadParameter(
+            f"{peer!r}, expected one of {', '.join(PEERS)}", param_hint="--peer"
+        )
+    usual = OF_PEER if peer else OF_ALL if everything else OF_ONE
     with one_line_errors("bench model", ValueError):
         rows = bench.run(
             presets or [],
-            split(config or (OF_ALL if everything else OF_ONE)),
+            [*split(config or usual), *PEERS.get(peer or "", ())],
             {name: size for name, size in sizes.items() if size is not None},
             tiny=tiny,
             device=device,
@@ -121,6 +136,7 @@ def model(
             out=out,
             layers=layers,
             minutes=minutes,
+            with_latents=peer is not None,
         )
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))

@@ -111,9 +111,11 @@ class Executable:
         products: Products | None = None,
         lengths_of: LengthsOf | None = None,
         launchers: Launchers = lambda program, places: None,
+        attention: Callable[..., Any] | None = None,
     ) -> None:
         self._plan, self._programs, self._products = plan, programs, products
         self._lengths_of, self._launchers = lengths_of, launchers
+        self._attention = attention
         self.lengths: dict[str, Lengths | str | None] = {}
         self._place: dict[Any, int] = {}
         self._start: Values = []
@@ -244,6 +246,8 @@ class Executable:
 
     def _leaf(self, node: fx.Node) -> Step:
         function = PLAIN.get(node.target, node.target)
+        if node.target is ATTENTION and self._attention is not None:
+            function = partial(self._attention, node.meta["val"])
         if node.target in (LINEAR, LINEARS) and self._products is not None:
             weights = node.args[1] if node.target is LINEARS else [node.args[1]]
             function = self._products([w.name for w in weights])

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from ..library_internals import let_compile
+from .fp8.layers import place, restore_weights
 from .identify.filters import Selection
 from .identify.targets import parts_of
 from .planning import NUMERICS, Injection, Options, plan
@@ -35,6 +37,8 @@ def inject(
     verify: bool = False,
     backend: str = "auto",
     recipes: bool = True,
+    keep: str | None = "cpu",
+    device: torch.device | str | None = None,
 ) -> Report:
     """Make a model use the kernels, until `restore(target)`.
 
@@ -53,6 +57,11 @@ def inject(
         backend: the backend for every op; "auto" chooses the fastest that can run the call.
         recipes: whether to use forwards that were written for a family of models. Other blocks run
             as generated kernels; with False all of them do.
+        keep: in "fp8", where the 16-bit weights of fp8 layers are meanwhile: "cpu" moves them to
+            pinned CPU memory, from where `restore` brings them back; "gpu" leaves them where they
+            are; None drops them, for models that are never restored, saved or copied.
+        device: move the target there, in "fp8" one layer after the other: for models that were
+            loaded to the CPU, so that the GPU never holds their 16-bit weights all at once.
 
     Returns:
         A report of what was replaced by what, and what was left alone and why. Print it.
@@ -62,16 +71,19 @@ def inject(
     1
     >>> restored = restore(layers)
     """
-    options = Options(numerics, graphs, only, skip, verify, backend, recipes)
+    options = Options(numerics, graphs, only, skip, verify, backend, recipes, keep)
     report, injections = _planned(target, options)
     for injection in injections:
         root = injection.root()
         assert root is not None
+        restore_weights(root, "inject")
         for before in _active.get(root, ()):
             before.checker.retired = True
         _uninstall(root)
         _active[root] = [injection]
         injection.install()
+        if device is not None:
+            place(root, torch.device(device), injection.fp8_layers)
     return report
 
 
@@ -85,7 +97,10 @@ def restore(target: Any) -> int:
         How many modules got their own forward back.
     """
     count = 0
-    for part in parts_of(target):
+    parts = parts_of(target)
+    for part in parts:
+        restore_weights(part.model, "restore")
+    for part in parts:
         for injection in _active.pop(part.model, ()):
             injection.checker.retired = True
         count += _uninstall(part.model)
@@ -103,16 +118,20 @@ def injected(
     verify: bool = False,
     backend: str = "auto",
     recipes: bool = True,
+    keep: str | None = "cpu",
 ) -> Iterator[Report]:
     """`inject` for the duration of a `with` block, with the same arguments.
 
     An earlier injection of the same model comes back after the block.
     """
-    options = Options(numerics, graphs, only, skip, verify, backend, recipes)
+    options = Options(numerics, graphs, only, skip, verify, backend, recipes, keep)
+    if keep is None:
+        raise ValueError("injected: keep is None, but the weights are needed after the block")
     report, injections = _planned(target, options)
     for injection in injections:
         root = injection.root()
         assert root is not None
+        restore_weights(root, "injected")
         _active.setdefault(root, []).append(injection)
         _install_last(root)
     try:
@@ -121,6 +140,7 @@ def injected(
         for injection in injections:
             root = injection.root()
             if root is not None and injection in _active.get(root, ()):
+                restore_weights(root, "injected")
                 _active[root].remove(injection)
                 injection.checker.retired = True
                 _install_last(root)

@@ -15,6 +15,7 @@ from torch import nn
 from ..fuser.block_calls import blocks
 from ..library_internals import keep_from_compiling
 from .fp8.layers import DOES, Fp8Layers, check_device, unfit
+from .fp8.resting import KEEP, Resting
 from .fusions import Fusions
 from .identify import norm_kinds
 from .identify.filters import Selection
@@ -47,8 +48,11 @@ class Options:
     verify: bool = False
     backend: str = "auto"
     recipes: bool = True
+    keep: str | None = "cpu"
 
     def __post_init__(self) -> None:
+        if self.keep not in KEEP:
+            raise ValueError(f"inject: keep is {self.keep!r}, expected one of {KEEP}")
         if self.numerics not in NUMERICS:
             raise ValueError(f"inject: numerics is {self.numerics!r}, expected one of {NUMERICS}")
         if self.backend not in BACKENDS:
@@ -68,6 +72,7 @@ class Injection:
     checker: Checker
     forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
     has_graphs: bool = False
+    fp8_layers: Fp8Layers | None = None
 
     def install(self) -> None:
         for module, forward in self.forwards:
@@ -98,7 +103,10 @@ class _Plan:
         self.checker = Checker(options.numerics, options.verify)
         samples = TensorSamples()
         quantises = options.numerics == "fp8" and part.denoises
-        self.fp8_layers = Fp8Layers(self.checker, samples) if quantises else None
+        self.fp8_layers = None
+        if quantises:
+            self.fp8_layers = Fp8Layers(self.checker, samples, resting=Resting(options.keep))
+            self.checker.fetch_weights = self.fp8_layers.fetch_all
         self.fusions = Fusions(
             options.numerics,
             None if options.backend == "auto" else options.backend,
@@ -107,7 +115,7 @@ class _Plan:
             fp8_layers=self.fp8_layers,
         )
         self.checker.changed = self.fusions.forget_norms
-        self.injection = Injection(ref(part.model), self.checker)
+        self.injection = Injection(ref(part.model), self.checker, fp8_layers=self.fp8_layers)
         self.training = Training(self.checker, self.fusions.programs.fell_back)
         self.checker.training = self.training
         self.lines: Counter[Line] = Counter()
@@ -123,6 +131,8 @@ class _Plan:
         self.report.checkers.append(self.checker)
         self.report.programs.append(self.fusions.programs)
         self.report.models.append(ref(self.part.model))
+        if self.fp8_layers is not None:
+            self.report.resting.append(self.fp8_layers.resting)
         self.report.add(self.lines)
         return self.injection
 
@@ -202,12 +212,17 @@ class _Plan:
         """Choose the fp8 forward for the linear layers of the blocks."""
         check_device(self.part.model)
         forward = layers.forward()
+        # whoever asks for the device of a model looks at its first parameter
+        first = next(self.part.model.parameters(), None)
+        uses = Counter(id(p) for m in self.named.values() for p in m._parameters.values())
         for name, layer in self.named.items():
             if type(layer) is not nn.Linear:
                 continue
             why = unfit(name, layer) or self._left_alone(name, layer, None)
             if why is None:
                 layers.add(layer, self.part.path(name))
+                if layer.weight is first or uses[id(layer.weight)] > 1:
+                    layers.resting.staying[layer] = "others read its weight"
                 self.injection.add(layer, forward)
             self._note(name, layer, None if why else DOES, why)
 

@@ -4,11 +4,14 @@
 closer to eager's, from torch 2.15 on. "compile+graphs" is torch.compile with its whole forward as
 one CUDA graph. "autotune" is its mode "max-autotune", which times variants of every GEMM and takes
 minutes to compile. "fa4" is the extra `attention`. A configuration without "fa4" in its name
-runs as if the extra were not installed, so that a name means the same on every machine.
+runs as if the extra were not installed, so that a name means the same on every machine. "torchao"
+is a copy of the model with torchao's float8 layers, quantised by row when they run, in place of
+those that the tier "fp8" quantises.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -19,6 +22,7 @@ from torch import nn
 from ..backends.torch_internals import forget_compiled, has_compile_option
 from ..errors import CannotRun
 from ..inject import injected
+from ..inject.fp8.layers import unfit
 from ..inject.report.report import Report
 from ..library_internals import repeated_blocks
 from ..ops.attention import without_fa4
@@ -45,6 +49,10 @@ CONFIGS = (
     "fp8+graphs",
     "fused+fa4+graphs",
     "fp8+fa4+graphs",
+    "fp8+compile",
+    "torchao",
+    "torchao+compile",
+    "torchao+compile+graphs",
 )
 
 
@@ -64,6 +72,8 @@ def configured(
     if tier := tier_of(config):
         how = injected(model, numerics=tier, graphs="graphs" in parts)
         report = stack.enter_context(how)
+    if "torchao" in parts:
+        model = _with_torchao(model)
     if "compile" not in parts:
         return model, report
     run = _compiled(model, stack, parts)
@@ -72,8 +82,27 @@ def configured(
 
 def tier_of(config: str) -> str | None:
     """The `numerics` for `inject`, or None for a configuration without injection."""
-    plain = ("eager", "compile", "graphs", "autotune", "fa4", "cache", *STRICT)
+    plain = ("eager", "compile", "graphs", "autotune", "fa4", "cache", "torchao", *STRICT)
     return next((p for p in config.split("+") if p not in plain), None)
+
+
+def _with_torchao(model: nn.Module) -> nn.Module:
+    """A copy with torchao's dynamic float8 layers, with a scale for each row."""
+    try:
+        from torchao.quantization import (
+            Float8DynamicActivationFloat8WeightConfig,
+            PerRow,
+            quantize_,
+        )
+    except ImportError as no:
+        raise CannotRun(f"torchao cannot be imported ({no}): pip install torchao") from None
+    twin = copy.deepcopy(model)
+
+    def wanted(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and unfit(name, module) is None
+
+    quantize_(twin, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), wanted)
+    return twin
 
 
 def _compiled(model: Any, stack: ExitStack, parts: Sequence[str] = ()) -> Callable[..., Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+EIGHT = (torch.float8_e4m3fn, torch.int8)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # schema type -> accepted Python types, and what an error message says is expected
 KINDS: Mapping[str, tuple[Any, str]] = {
@@ -50,13 +51,19 @@ def how(
         choice(op, "backend", backend, backends)
 
 
-def common(op: str, values: Mapping[str, Any]) -> None:
-    """Checks of every op: dense floating tensors on one device, finite numbers, eps >= 0."""
+def common(op: str, values: Mapping[str, Any], eight: Collection[str] = ()) -> None:
+    """Checks of every op: dense floating tensors on one device, finite numbers, eps >= 0. The
+    arguments named in `eight` are float8_e4m3fn or int8."""
     first: tuple[str, Tensor] | None = None
     for name, value in values.items():
         if isinstance(value, Tensor):
             dense(op, name, value)
-            if value.dtype not in DTYPES:
+            if name in eight:
+                if value.dtype not in EIGHT:
+                    raise TypeError(
+                        f"{op}: {name} is {value.dtype}, expected float8_e4m3fn or int8"
+                    )
+            elif value.dtype not in DTYPES:
                 raise TypeError(
                     f"{op}: {name} is {value.dtype}, expected float16, bfloat16 or float32"
                 )

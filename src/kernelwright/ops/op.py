@@ -70,6 +70,7 @@ class Op:
     backward: Backward | None = None
     internal: bool = False
     category: str | None = None
+    eight: tuple[str, ...] = ()  # the arguments that are float8_e4m3fn or int8
 
     def __post_init__(self) -> None:
         arguments = library.arguments(self.schema)
@@ -251,7 +252,7 @@ class Op:
         checks.how(self.name, exact, self.exact, backend, BACKENDS)
         checks.choice(self.name, "inplace", inplace, (True, False))
         checks.kinds(self.name, self._kinds, args)
-        checks.common(self.name, dict(zip(self.arguments, args, strict=True)))
+        checks.common(self.name, dict(zip(self.arguments, args, strict=True)), self.eight)
         self.check(*args)
         if inplace:
             changed = [args[self.arguments.index(n)] for n in self.inplace]

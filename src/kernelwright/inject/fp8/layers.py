@@ -1,9 +1,9 @@
 """The tier "fp8": linear layers of a model's blocks as fp8 GEMMs.
 
-A weight is quantised when its layer first runs, and again after somebody has written to it; the
-layer keeps its 16-bit weight for everything else. The first time a layer runs, its result is
-compared with its own forward: if it is off by more than LIMIT, the layer stays as it is, and the
-report says so.
+A weight is quantised when its layer first runs, and again after somebody has written to it. The
+first time a layer runs, its result is compared with its own forward: if it is off by more than
+LIMIT, the layer stays as it is, and the report says so. Otherwise its 16-bit weight leaves the GPU,
+see resting.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...backends.user_warnings import warn
+from ...library_internals import base_layer, peft_children
 from ...ops import fp8
 from ...ops.fp8.reference import ACTIVATIONS
 from ..graphs.capture import capturing, depend, keep
@@ -27,10 +29,14 @@ from ..runtime.input_key import in_words
 from ..runtime.sites import Forward, informative, mode
 from ..state.hooks import is_plain
 from ..state.tensor_samples import TensorSamples
+from ..state.weights_at_rest import is_at_rest
 from ..verify import accuracy
 from ..verify.findings import Finding
 from ..verify.first_sight import Checker
 from .activations import Makers, rows_of
+from .attention import Fp8Attention
+from .compiled import FP8_LINEAR, LayersByWeight, number
+from .resting import Resting
 from .weights import Pack, Quantised, quantise
 
 DOES = "fp8 GEMM"
@@ -71,6 +77,13 @@ class Fp8Layers:
     makers: Makers = field(default_factory=Makers)
     _packs: WeakKeyDictionary[nn.Module, Pack] = field(default_factory=WeakKeyDictionary)
     _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    # where the 16-bit weights are meanwhile
+    resting: Resting = field(default_factory=Resting)
+    _by_weight: LayersByWeight = field(default_factory=LayersByWeight)
+
+    def __post_init__(self) -> None:
+        self.number = number(self)
+        self.attention = Fp8Attention(self.checker)
 
     def __deepcopy__(self, memo: Any) -> Fp8Layers:
         return self  # copies of a model share their forwards, too
@@ -80,8 +93,7 @@ class Fp8Layers:
 
         def forward(layer: Any, input: Tensor) -> Tensor:
             y = self(layer, input)
-            own = forwards.class_forward(layer, nn.Linear.forward)
-            return own(layer, input) if y is None else y
+            return self.in_16_bits(layer, input) if y is None else y
 
         forward.__wrapped__ = nn.Linear.forward  # type: ignore[attr-defined]
         setattr(forward, MARK, self)
@@ -95,14 +107,81 @@ class Fp8Layers:
         if self._has(layer) and layer not in self._left:
             self._left.add(layer)
             self.checker.misfits[layer] = why
+            self.fetch(layer)
+
+    def in_16_bits(self, layer: Any, x: Tensor) -> Tensor:
+        """layer(x) by its own forward, with its weight on the device of x."""
+        own = forwards.class_forward(layer, nn.Linear.forward)
+        if torch.compiler.is_compiling():
+            return own(layer, x)
+        weight = layer._parameters.get("weight")
+        if type(weight) is not nn.Parameter or not self.resting.is_at_rest(layer):
+            return own(layer, x)
+        if self.resting.is_dropped(layer):  # what is left of it
+            kept = self._layers[layer]
+            return F.linear(x, (kept.weight.float() * kept.scale).to(x.dtype), layer.bias)
+        if self.resting.home_of(layer) == x.device and not capturing():
+            self.fetch(layer)
+        if layer.weight.device == x.device:
+            return own(layer, x)
+        return F.linear(x, weight.to(x.device), layer.bias)  # of a copy of the model
+
+    def fetch(self, *layers: Any) -> bool:
+        """Have the 16-bit weights of these layers on the GPU; False if one was dropped. They leave
+        again when their layers run in fp8."""
+        there = True
+        for layer in layers:
+            if not self.resting.is_at_rest(layer):
+                continue
+            kept = self._layers.get(layer)
+            current = kept is not None and kept.is_of(layer, self.samples)
+            there = self.resting.wake(layer, self.samples.epoch) and there
+            if kept is not None and current:
+                kept.remade(layer, self.samples)
+        return there
+
+    def fetch_all(self, root: nn.Module) -> None:
+        """Have the 16-bit weights of all layers inside `root` on the GPU."""
+        self.fetch(*[m for m in root.modules() if self._has(m)])
+
+    def _let_rest(self, layer: Any, kept: Quantised) -> None:
+        """Move the 16-bit weight of a layer that runs in fp8 off the GPU."""
+        if not capturing() and self.resting.is_due(layer):
+            self.resting.rest(layer, self.samples.epoch)
+            kept.remade(layer, self.samples)
+
+    def follow_adapters(self, model: nn.Module) -> None:
+        """Bring back the weights that adapters were put around. peft creates an adapter on the
+        device of the weight, so it comes along."""
+        for module in model.modules():
+            layer: Any = base_layer(module)
+            if layer is None or not self._has(layer) or not self.resting.is_at_rest(layer):
+                continue
+            bias = layer.bias
+            self.fetch(layer)
+            home = layer.weight.device if bias is None else bias.device
+            for child in peft_children(module):
+                child.to(home)
 
     def wanted(self, layer: nn.Module) -> bool:
         """Whether a layer is to run in fp8, here and now."""
-        if torch.compiler.is_compiling() or mode.eager or not mode.fp8:
+        if torch.compiler.is_compiling():
+            return self._may_trace(layer)
+        if mode.eager or not mode.fp8:
             return False
         kept = self._layers.get(layer)
         usable = kept is None or kept.good is not False
         return usable and self._has(layer) and layer not in self._left
+
+    def _may_trace(self, layer: Any) -> bool:
+        """Whether torch.compile may trace a layer as an op, which then decides when it runs."""
+        if torch.is_grad_enabled() or "forward" not in layer.__dict__:
+            return False
+        return getattr(layer.__dict__["forward"].__func__, MARK, None) is self
+
+    def layer_of(self, weight: Tensor) -> Any:
+        """The layer that has this weight, or None."""
+        return self._by_weight.find(weight, [m for m in self.checker.names if self._has(m)])
 
     def _has(self, layer: nn.Module) -> bool:
         """Whether a layer was given to this injection, or is a copy of one that was."""
@@ -118,17 +197,34 @@ class Fp8Layers:
     ) -> Tensor | None:
         """layer(act(x) * up) in fp8, or None where it must run in 16 bits. With `left`, the layer's
         input is the concatenation of that and act(x) * up."""
+        if torch.compiler.is_compiling():
+            mixed = torch.is_autocast_enabled(x.device.type) or x.dtype != layer.weight.dtype
+            if mixed or type(x) is not Tensor or not self._may_trace(layer):
+                return None
+            return FP8_LINEAR(x, layer.weight, layer.bias, activation, up, left, self.number)
+        return self.run(layer, x, activation, up, left)
+
+    def run(
+        self,
+        layer: Any,
+        x: Tensor,
+        activation: str = "none",
+        up: Tensor | None = None,
+        left: Tensor | None = None,
+        rest: bool = True,
+    ) -> Tensor | None:
+        """The same outside of a trace; `rest`: the 16-bit weight may leave the GPU."""
         if not self.wanted(layer):
             return None
         if why := _misfit(layer, x):
             self.checker.misfits[layer] = why
             return None
         kept = self._layers.get(layer)
-        if kept is None or not kept.is_of(layer, self.samples) or kept.good is None:
+        if kept is None or not self._fits(kept, layer, x.device) or kept.good is None:
             if capturing():
                 self.checker.misfits[layer] = FIRST_IN_A_GRAPH
                 return None
-            kept = self._quantised(layer)
+            kept = self._quantised(layer, x.device)
         depend(layer.weight)
         keep(kept)
         plain = activation == "none" and up is None and left is None
@@ -138,7 +234,9 @@ class Fp8Layers:
             given = ACTIVATIONS[activation](x)
             given = given if up is None else given * up
             given = given if left is None else torch.cat([left, given], -1)
-            return self._first_sight(layer, kept, given, y)
+            y = self._first_sight(layer, kept, given, y)
+        if kept.good and rest:
+            self._let_rest(layer, kept)
         return y
 
     def together(self, layers: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
@@ -149,14 +247,11 @@ class Fp8Layers:
         if len({m.bias is None for m in layers}) > 1:
             return None
         pack = self._packs.get(layers[0])
-        if pack is None or not pack.is_of(
-            layers, list(map(self._layers.get, layers)), self.samples
-        ):
+        if pack is None or pack.weight.device != x.device or not self._is_pack_of(pack, layers):
             if capturing():
                 return None
-            pack = self._packs[layers[0]] = Pack.of(
-                layers, map(self._quantised, layers), self.samples
-            )
+            quantised = [self._quantised(m, x.device) for m in layers]
+            pack = self._packs[layers[0]] = Pack.of(layers, quantised, self.samples)
         for layer in layers:
             depend(layer.weight)
             if layer.bias is not None:
@@ -164,15 +259,38 @@ class Fp8Layers:
         keep(pack)
         y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
         results = y.split_with_sizes([m.out_features for m in layers], -1)
+        if not all(k.good for k in pack.layers):
+            results = self._first_sight_together(layers, pack, x, results)
         if all(k.good for k in pack.layers):
-            return results
-        return self._first_sight_together(layers, pack, x, results)
+            for layer, kept in zip(layers, pack.layers, strict=True):
+                self._let_rest(layer, kept)
+        return results
 
-    def _quantised(self, layer: Any) -> Quantised:
+    def _fits(self, kept: Quantised, layer: Any, device: torch.device) -> bool:
+        """Whether an fp8 weight is still that of its layer, on the device it is needed on."""
+        if kept.is_of(layer, self.samples):
+            # a dropped weight cannot be quantised again; a refused one is empty
+            return kept.good is False or kept.weight.device == device
+        return self.resting.is_dropped(layer) and kept.weight.device == device
+
+    def _is_pack_of(self, pack: Pack, layers: Sequence[Any]) -> bool:
+        return pack.is_of(layers, [self._layers.get(m) for m in layers], self.samples)
+
+    def may_place(self, layer: nn.Module) -> bool:
+        """Whether the weight of a layer need never be on the GPU."""
+        return self._has(layer) and not hooked(layer) and layer not in self.resting.staying
+
+    def quantise_now(self, layer: Any, device: torch.device) -> None:
+        """Quantise a layer that has not run yet and that is not on `device`, where it will run."""
+        kept = self._layers[layer] = quantise(layer, self.samples, device)
+        self.resting.place(layer, device)
+        kept.remade(layer, self.samples)
+
+    def _quantised(self, layer: Any, device: torch.device) -> Quantised:
         """A layer as it is now."""
         kept = self._layers.get(layer)
-        if kept is None or not kept.is_of(layer, self.samples):
-            kept = self._layers[layer] = quantise(layer, self.samples)
+        if kept is None or not self._fits(kept, layer, device):
+            kept = self._layers[layer] = quantise(layer, self.samples, device)
         return kept
 
     def _first_sight_together(
@@ -195,7 +313,11 @@ class Fp8Layers:
 
     def _first_sight(self, layer: Any, kept: Quantised, x: Tensor, result: Tensor) -> Tensor:
         """The fp8 result, or that of the layer's own forward if it is too far off."""
-        expected = type(layer).forward(layer, x)
+        weight = layer.weight
+        if weight.device == x.device:
+            expected = type(layer).forward(layer, x)
+        else:
+            expected = F.linear(x, weight.to(x.device), layer.bias)
         if not informative(expected):
             return expected  # zeros and NaN prove nothing: compare again at the next call
         error = accuracy.error(result, expected)
@@ -242,3 +364,33 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
     if not x.is_cuda:
         return None  # emulated in PyTorch
     return fp8.problem(x.device, x.dtype, weight.shape, bias)
+
+
+def restore_weights(root: nn.Module, what: str) -> None:
+    """Give all fp8 layers inside `root` their 16-bit weights back, where they were. If some were
+    dropped, this raises an error before anything is changed."""
+    found: dict[Fp8Layers, list[nn.Module]] = {}
+    for module in root.modules():
+        mark = getattr(forwards.installed(module), MARK, None)
+        if isinstance(mark, Fp8Layers):
+            found.setdefault(mark, []).append(module)
+    for eight, layers in found.items():
+        eight.resting.refuse_dropped(layers, what)
+    for eight, layers in found.items():
+        eight.resting.bring_back(layers)
+
+
+def place(root: nn.Module, device: torch.device, eight: Fp8Layers | None) -> None:
+    """Move a model to `device`, layer by layer: the 16-bit weights of fp8 layers stay on the CPU,
+    and are on `device` only while they are quantised."""
+    if eight is not None and eight.resting.keep != "gpu":
+        with torch.no_grad():
+            for module in root.modules():
+                weight = module._parameters.get("weight")
+                if eight.may_place(module) and weight is not None and not weight.is_meta:
+                    eight.quantise_now(module, device)
+    for module in root.modules():
+        for held in (module._parameters, module._buffers):
+            for tensor in held.values():
+                if tensor is not None and not is_at_rest(tensor):
+                    tensor.data = tensor.data.to(device)

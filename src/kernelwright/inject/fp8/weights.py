@@ -12,6 +12,7 @@ from torch import Tensor
 from ...ops import fp8
 from ..reuse.prompt_values import MadeFrom
 from ..state.tensor_samples import TensorSamples
+from ..state.weights_at_rest import is_at_rest
 
 
 @dataclass
@@ -27,12 +28,20 @@ class Quantised:
         """Whether this is still the layer's weight, and nobody has written to it since."""
         return self.made.holds((layer.weight,), samples.epoch)
 
+    def remade(self, layer: Any, samples: TensorSamples) -> None:
+        """The layer's weight has the same values in another place."""
+        self.made = _made(layer, samples)
 
-def quantise(layer: Any, samples: TensorSamples) -> Quantised:
-    """A layer as it is now."""
-    samples.note(layer.weight)
-    made = MadeFrom.of((layer.weight,), samples.epoch)
-    return Quantised(made, *fp8.quantize_weight(layer.weight))
+
+def quantise(layer: Any, samples: TensorSamples, device: torch.device) -> Quantised:
+    """A layer as it is now; its weight need not be on `device`."""
+    made = _made(layer, samples)
+    return Quantised(made, *fp8.quantize_weight(layer.weight.detach().to(device)))
+
+
+def _made(layer: Any, samples: TensorSamples) -> MadeFrom:
+    samples.note(layer.weight, sparse=is_at_rest(layer.weight))
+    return MadeFrom.of((layer.weight,), samples.epoch)
 
 
 @dataclass

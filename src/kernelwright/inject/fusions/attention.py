@@ -180,7 +180,19 @@ class AttentionFusions(BaseFusions):
         if mask is not None and mask.ndim != 4:
             return eager()  # diffusers interprets masks of fewer dimensions differently
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        return site("attention", eager, lambda: attention(q, k, v, mask).transpose(1, 2), q, k, v)
+        return site("attention", eager, lambda: self._attend(q, k, v, mask), q, k, v)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Part) -> Tensor:
+        """Attention over [batch, heads, tokens, dim] by the fastest kernel of the tier, as [batch,
+        tokens, heads, dim]."""
+
+        def in_16_bits() -> Tensor:
+            return attention(query, key, value, mask)
+
+        y = None
+        if self.fp8_layers is not None and mask is None:
+            y = self.fp8_layers.attention(query, key, value, in_16_bits)
+        return (in_16_bits() if y is None else y).transpose(1, 2)
 
     def sdpa(
         self,
@@ -201,7 +213,7 @@ class AttentionFusions(BaseFusions):
         def kernel() -> Tensor:
             if self.exact or torch.compiler.is_compiling() or not torch_attends():
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-            return attention(q, k, v, mask).transpose(1, 2)
+            return self._attend(q, k, v, mask)
 
         if self.exact and not gathered:
             return eager()
@@ -221,6 +233,8 @@ class AttentionFusions(BaseFusions):
         if in_fp8 or mixed or part.is_contiguous() or not is_linear(linear):
             return eager()
         if linear.bias is None or linear.weight.dtype != rows.dtype or 2 * tokens < rows.shape[1]:
+            return eager()
+        if not torch.compiler.is_compiling() and not self.at_hand(linear):
             return eager()
 
         exact, backend = self._exact_and_backend(rows, "diffusers")

@@ -56,6 +56,11 @@ class BaseFusions:
     def __deepcopy__(self, memo: Any) -> BaseFusions:
         return self
 
+    def at_hand(self, *layers: Any) -> bool:
+        """Whether the 16-bit weights of these layers are where their inputs are; fetches those that
+        have left the GPU since their layers run in fp8."""
+        return self.fp8_layers is None or self.fp8_layers.fetch(*layers)
+
     def forget_norms(self, root: nn.Module) -> None:
         """Identify the norms inside `root` again: it has changed."""
         for module in root.modules():

@@ -78,7 +78,9 @@ class FeedForwardFusions(BaseFusions):
         if torch.is_autocast_enabled(x.device.type):  # it does not cast for addmm_
             return False
         weights = [p for m in (last, linear) for p in m.parameters()]
-        return _why_not_concatenate(left, x) is None and not _needs_grad(*weights)
+        if _why_not_concatenate(left, x) is not None or _needs_grad(*weights):
+            return False
+        return torch.compiler.is_compiling() or self.at_hand(last, linear)
 
     def _split_linear(self, last: Any, left: Tensor, linear: Any, gelu: Any, x: Tensor) -> Tensor:
         """A GEMM for each part of the input, the second accumulating into the first: GELU stays in
@@ -105,7 +107,7 @@ class FeedForwardFusions(BaseFusions):
         plain = is_linear(linear)
         in_fp8 = self.fp8_layers is not None and self.fp8_layers.wanted(linear)
         if not self.exact and not in_fp8:
-            if plain:
+            if plain and (torch.compiler.is_compiling() or self.at_hand(linear)):
                 return site(
                     "linear + GELU",
                     lambda: gelu(linear(x)),

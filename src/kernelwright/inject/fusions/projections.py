@@ -37,7 +37,7 @@ class ProjectionFusions(BaseFusions):
                 if self._may_trace_projections(x, layers)
                 else eager()
             )
-        if self.fp8_layers is not None:
+        if self.fp8_layers is not None:  # also where some layers are refused
             eight = None if all_modules_hooked() else self.fp8_layers.together(layers, x)
             return eager() if eight is None else eight
         if not may_bypass(layers):

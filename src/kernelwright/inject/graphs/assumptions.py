@@ -19,6 +19,7 @@ from ...library_internals import (
 )
 from ..state.hooks import effect_of, hooks_of
 from ..state.module_state import State
+from ..state.weights_at_rest import is_at_rest
 from .buffers import TENSOR_TYPES
 
 WEIGHT_TYPES = frozenset(TENSOR_TYPES)
@@ -49,7 +50,9 @@ class Assumptions:
         self._watch_storages(weights)
         named = [(d, n) for d in self._holders for n, t in d.items() if t is not None]
         self._sample = named[::SAMPLED]
-        self.devices = frozenset(w.device for w in weights)
+        plain = weights if self._layout is not None else []
+        resting = {id(w) for w in plain if is_at_rest(w)}
+        self.devices = frozenset(w.device for w in weights if id(w) not in resting)
         scripted = len(modules) < len(everything)
         self._obstacle = "scripted modules" if scripted else self._find_obstacle(inner, weights)
 

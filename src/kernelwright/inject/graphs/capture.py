@@ -14,7 +14,8 @@ from torch import Tensor
 from ...backends.torch_internals import pytree
 from ..runtime.random_draws import states_of
 from ..state.sample_comparison import SampleComparison
-from ..state.tensor_samples import PendingCheck, compare_pairs, pending, sample_views, unchanged
+from ..state.tensor_samples import PendingCheck, compare_pairs, pending, sample_views
+from ..state.weights_at_rest import is_at_rest
 from .buffers import InputBuffer, Refusal, Results
 from .host_reads import HostReads
 from .kv_caches import CacheMemory
@@ -152,7 +153,11 @@ class Captured:
             raise Refusal("forward writes to its inputs")
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
-        sources = list({id(t): t for t in self._dependencies}.values())
+        dependencies = list({id(t): t for t in self._dependencies}.values())
+        resting = [t for t in dependencies if is_at_rest(t)]  # the host compares these
+        sources = [t for t in dependencies if not is_at_rest(t)]
+        views = sample_views(resting, sparse=True)
+        self._at_rest = SampleComparison(views, [view.clone() for view in views])
         # also a graph: it may have samples of several element sizes, a launch each
         self._compare: Callable[[], None] | None = None
         if sources:
@@ -179,10 +184,16 @@ class Captured:
         """Start to compare sampled values with those at capture, for a replay with these inputs.
         Read the result after launching the replay."""
         if self._compare is None:
-            return unchanged
+            return self._resting_unchanged
         self._compare()
         old = [i for i in self._prompt_graph.sources if not self._prompt_graph.is_new(i, inputs[i])]
-        return pending([*self._compared, *compare_pairs((self._memory[i], inputs[i]) for i in old)])
+        pairs = compare_pairs((self._memory[i], inputs[i]) for i in old)
+        wait = pending([*self._compared, *pairs])
+        return lambda: self._resting_unchanged() and wait()
+
+    def _resting_unchanged(self) -> bool:
+        """Whether weights that rest on the CPU are unchanged; compared while the GPU replays."""
+        return all(map(bool, self._at_rest()))
 
     def forget_inputs(self) -> None:
         """Treat the next inputs as new, whatever they are."""

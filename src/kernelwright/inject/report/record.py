@@ -13,6 +13,7 @@ from ..verify.findings import Finding
 from ..verify.first_sight import Checker
 
 if TYPE_CHECKING:
+    from ..fp8.resting import Resting
     from ..graphs.graphs import Graphs
 
 
@@ -41,6 +42,7 @@ class Record:
     checkers: list[Checker] = field(default_factory=list)
     programs: list[Programs] = field(default_factory=list)
     graphs: list[Graphs] = field(default_factory=list)
+    resting: list[Resting] = field(default_factory=list)
     models: list[Any] = field(default_factory=list)  # weak references
     planned: bool = False
 

@@ -32,6 +32,7 @@ def render(report: Record) -> Iterator[Any]:
         table.add_row(*([component] if several else []), *cells, style=None if does else "dim")
     yield table
     yield summary(report)
+    yield from filter(None, (resting.describe() for resting in report.resting))
     yield from map(str, report.blocks)
     yield from report.gradients
     for programs in report.programs:
@@ -61,7 +62,8 @@ def summary(report: Record) -> str:
     verb = "would be replaced" if report.planned else "replaced"
     text = f"{report.replaced} modules {verb}"
     findings = report.findings
-    if not findings:
+    misfits = Counter(why for c in report.checkers for why in c.misfits.values())
+    if not findings and not misfits:
         return f"{text}; {_not_compared(report)}."
     compared = [f for f in findings if f.equal is not None]
     if compared:
@@ -71,10 +73,11 @@ def summary(report: Record) -> str:
     if errors:
         worst = max(f.error / f.eager_error for f in errors)  # type: ignore[operator]
         text += f"; error at most {worst:.2f} of eager's in {len(errors)} comparisons"
-    in_fp8 = [f.error for f in findings if f.error is not None and f.eager_error is None]
-    if in_fp8:
-        text += f"; {len(in_fp8)} layers in fp8, off by at most {max(in_fp8):.1%}"
-    misfits = Counter(why for c in report.checkers for why in c.misfits.values())
+    in_fp8 = [f for f in findings if f.error is not None and f.eager_error is None]
+    for kind, what in (("Linear", "layers in fp8"), ("attention", "attentions in eight bits")):
+        found = [f.error for f in in_fp8 if f.kind == kind and f.error is not None]
+        if found:
+            text += f"; {len(found)} {what}, off by at most {max(found):.1%}"
     for why, count in misfits.items():
         text += f"; {count} layers not in fp8: {why}"
     if uninformative := sum(len(c.uninformative) for c in report.checkers):

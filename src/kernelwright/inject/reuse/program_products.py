@@ -44,9 +44,17 @@ class ProgramProducts:
         return partial(self._fp8_product, weights[0])
 
     def _fp8_product(self, weight: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        layer = running.layers.get(weight)
-        y = None if layer is None else self.fp8_layers(layer, x)
-        return algorithms.linear(x, w, bias) if y is None else y
+        layer: Any = running.layers.get(weight)
+        if layer is None:
+            return algorithms.linear(x, w, bias)
+        y = self.fp8_layers(layer, x)
+        if y is not None:
+            return y
+        # the weight as it was given may be the one that has left the GPU
+        there = self.fp8_layers.fetch(layer)
+        if not there or layer.weight.device != x.device:
+            return self.fp8_layers.in_16_bits(layer, x)
+        return algorithms.linear(x, layer.weight, bias)
 
     def _together(
         self, names: Sequence[str], x: Tensor, weights: list[Tensor], biases: list[Tensor]

@@ -23,6 +23,7 @@ from ...fuser.attention_by_lengths import Lengths
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
 from ...fuser.program import Program
+from ...fuser.recorded_ops import plain_attention
 from ...fuser.recording import CannotRecord, Recording
 from ...fuser.rewriting import (
     join_products_of_one_input,
@@ -124,6 +125,8 @@ class Programs:
         """A recording for this module. Layers with hooks must not run twice, nor may attention that
         waits for other processes: if it has either, the run that was recorded is this call, and its
         result is returned as well, even if the recording is of no use."""
+        if self.fp8_layers is not None:  # a recording runs the forward with all weights
+            self.fp8_layers.fetch_all(module)
         opaque = opaque_in(module)
         once = bool(opaque) or waits(module)
         why = why_not(module, opaque)
@@ -209,9 +212,32 @@ class Programs:
         runner = ProgramSites(kind, programs, launched, self.fell_back)
         products = None if device is None else self._products.of
         lengths_of = None if self.exact else self._lengths_of
-        executable = Executable(plan, runner, products, lengths_of, runner.launcher)
+        attention = None if self.fp8_layers is None else self._attention
+        executable = Executable(plan, runner, products, lengths_of, runner.launcher, attention)
         again = partial(self._planned_again, device)
         return Recorded(kind, made, executable, len(programs), plan, again)
+
+    def _attention(
+        self, like: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any
+    ) -> Tensor:
+        """Attention of a recorded block, in eight bits where the tier has it so; the kernels after
+        it read it in the layout of `like`."""
+
+        def in_16_bits() -> Tensor:
+            return plain_attention(query, key, value, mask, *rest)
+
+        dropout, causal, scale, *others = rest
+        plain = mask is None and not dropout and not causal and not any(others)
+        y = None
+        if plain and query.ndim == 4:
+            y = self.fp8_layers.attention(query, key, value, in_16_bits, scale)
+        if y is None:
+            return in_16_bits()
+        if y.stride() == like.stride():
+            return y
+        return torch.empty_strided(like.shape, like.stride(), dtype=y.dtype, device=y.device).copy_(
+            y
+        )
 
     def _planned_again(
         self, device: torch.device | None, kind: str, made: Recording

@@ -4,7 +4,8 @@ Version counters miss writes through `.data`, NumPy, DLPack, a storage or a cust
 merges adapters that way, and diffusers' EMA copies weights that way. So a sample of the values is
 kept with each cached result: all of a prompt, and the first row and column of each weight. A write
 to a whole tensor, to whole rows or to whole columns is noticed; one to a few single elements that
-bypasses the version counter is not.
+bypasses the version counter is not. Of weights that rest on the CPU, which are compared by the
+host, a few elements of the whole are kept.
 
 The comparison is launched before a forward and read after it, while the GPU works.
 """
@@ -23,6 +24,7 @@ from ...backends.torch_internals import unowned_storage
 from .sample_comparison import SampleComparison
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPARSE = 64  # elements of a weight that rests: a forward of FLUX has 500 of these
 PendingCheck = Callable[[], bool]  # waits for a comparison; True if all values are unchanged
 
 
@@ -44,14 +46,14 @@ class TensorSamples:
     def __len__(self) -> int:
         return len(self._noted)
 
-    def note(self, tensor: Tensor, whole: bool = False) -> None:
+    def note(self, tensor: Tensor, whole: bool = False, sparse: bool = False) -> None:
         """Sample a tensor as it is now."""
         memory = tensor.untyped_storage()
         layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = memory.data_ptr(), layout
         # not of the tensor: torch.utils.swap_tensors refuses tensors with weak references
         alive = ref(memory, lambda _: self._noted.pop(key, None) and None)
-        self._noted[key] = _Sample(alive, _bit_views(tensor, whole))
+        self._noted[key] = _Sample(alive, _bit_views(tensor, whole, sparse))
 
     def forget(self) -> None:
         """Drop all samples, and invalidate the results cached with them."""
@@ -125,9 +127,12 @@ def pending(results: Sequence[Tensor]) -> PendingCheck:
     return lambda: all(wait() for wait in waits)
 
 
-def _bit_views(tensor: Tensor, whole: bool) -> list[Tensor]:
-    """Integer views of a tensor: all of it, or its first row and column."""
+def _bit_views(tensor: Tensor, whole: bool, sparse: bool = False) -> list[Tensor]:
+    """Integer views of a tensor: all of it, its first row and column, or a few elements."""
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.uint8))
+    if sparse and bits.is_contiguous() and bits.numel():
+        # an odd step, or all elements could be of one column
+        return [bits.view(-1)[:: max(1, bits.numel() // SPARSE) | 1]]
     if whole or bits.ndim < 2 or bits.numel() == 0:
         return [bits]
     column = bits
@@ -136,9 +141,9 @@ def _bit_views(tensor: Tensor, whole: bool) -> list[Tensor]:
     return [bits[0], column]
 
 
-def sample_views(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Views of the first row and column of each tensor."""
-    return [view for tensor in tensors for view in _bit_views(tensor, False)]
+def sample_views(tensors: Iterable[Tensor], sparse: bool = False) -> list[Tensor]:
+    """Views of the first row and column of each tensor, or of a few elements."""
+    return [view for tensor in tensors for view in _bit_views(tensor, False, sparse)]
 
 
 def _pending(result: Tensor) -> PendingCheck:

@@ -47,6 +47,8 @@ class Checker(Findings):
     changed: Callable[[nn.Module], None] = lambda module: None
     # runs a module of which autograd keeps a record: (module, its own forward, args, kwargs)
     training: Callable[[nn.Module, Forward, Any, Any], Any] | None = None
+    # called with a module before its own forward runs with gradients: it reads all its weights
+    fetch_weights: Callable[[nn.Module], None] = lambda module: None
     _records: WeakKeyDictionary[nn.Module, list[ModuleRecord]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -81,6 +83,7 @@ class Checker(Findings):
     def _with_gradients(self, module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
         """The result of a call of which autograd keeps a record. The new forward is not used: the
         gradients of its kernels are not those of eager's chain of ops."""
+        self.fetch_weights(module)
         if self.training is not None:
             return self.training(module, eager, args, kwargs)
         self.gradients[type(module).__name__, NO_BACKWARD] = 1

@@ -1,0 +1,101 @@
+"""Attention in eight bits for the tier "fp8".
+
+The first time a module attends at one size, the result is compared with that of 16-bit attention:
+if it is off by more than LIMIT, that module keeps 16 bits, and the report says so. Masks, short
+sequences such as text, and head dimensions that are not served stay in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends.user_warnings import warn
+from ...ops.fp8_attention import fp8_attention, problem
+from ..graphs.capture import capturing
+from ..graphs.host_reads import reading
+from ..runtime import model_run
+from ..runtime.input_key import in_words
+from ..runtime.sites import informative, mode
+from ..verify import accuracy
+from ..verify.findings import Finding, Findings
+
+KIND = "attention"
+DOES = "attention in eight bits"
+# Values and probabilities in fp8 leave an error of 3.7%, query and key as int8 one of 1.3%: 3.9%
+# together. Twice that means that outliers in a head have cost its small values.
+LIMIT = 0.078
+# Head dimensions that are served, and the fewest queries and keys from which it is faster than
+# 16-bit attention with quantising included. Empty until a GPU has timed it: a tier that is slower
+# helps nobody. tests/gpu/fp8_attention_times.py prints what to write here.
+SERVED: dict[int, int] = {}
+MAX_VERDICTS = 4096
+
+
+@dataclass(eq=False)
+class Fp8Attention:
+    """Which modules of one injection attend in eight bits."""
+
+    findings: Findings
+    _verdicts: dict[Any, bool] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        in_16_bits: Callable[[], Tensor],
+        scale: float | None = None,
+    ) -> Tensor | None:
+        """softmax(query @ key^T * scale) @ value over [batch, heads, tokens, dim] in eight bits, or
+        None where it has to run in 16 bits."""
+        if not self._may_attend(query, key, value):
+            return None
+        place = mode.owner, mode.cache_scope, query.shape, key.shape
+        good = self._verdicts.get(place)
+        if good is False or (good is None and (capturing() or reading())):
+            return None
+        try:
+            result = fp8_attention(query, key, value, scale)
+        except ValueError:  # no kernel for this layout
+            return None
+        return result if good else self._first_sight(place, query, result, in_16_bits())
+
+    def _may_attend(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        if torch.compiler.is_compiling() or mode.eager or not mode.fp8 or not mode.owner:
+            return False
+        least = SERVED.get(query.shape[-1])
+        if least is None or min(query.shape[2], key.shape[2]) < least:
+            return False
+        if not model_run.active.token or torch.is_autocast_enabled(query.device.type):
+            return False
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+            return False
+        if any(type(t) is not Tensor for t in (query, key, value)):
+            return False
+        return problem(query, key, value) is None
+
+    def _first_sight(self, place: Any, query: Tensor, result: Tensor, expected: Tensor) -> Tensor:
+        if not informative(expected):
+            return expected  # zeros and NaN prove nothing: compare again at the next call
+        error = accuracy.error(result, expected)
+        good = error <= LIMIT
+        if len(self._verdicts) >= MAX_VERDICTS:  # a service that keeps getting new sizes
+            self._verdicts.clear()
+        self._verdicts[place] = good
+        why = f"off by {error:.1%} in eight bits" if math.isfinite(error) else "not finite"
+        problem = None if good else why
+        owner = next((n for m, n in self.findings.names.items() if id(m) == mode.owner), "a module")
+        inputs = in_words((query,), {})
+        sites = {(DOES, problem or "fused"): 1}
+        self.findings.findings.append(
+            Finding(f"{owner}, attention", KIND, inputs, sites, error=error, problem=problem)
+        )
+        if problem:
+            warn(f"{owner}, attention at {inputs}: {problem}; that stays in 16 bits")
+        return result if good else expected
