@@ -1,0 +1,99 @@
+"""Linear layers of one to eight rows, as decoding of language models has them: each weight is read
+once, at the speed of memory, in 16 bits or in fp8 with a scale for each output.
+
+A step of other layers, not a public op. Sums are in float32, and in another order than cuBLAS has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..folder_kernels import FolderKernels
+from ..fp8.reference import DTYPE as EIGHT
+from ..op import Op
+from . import cases, reference
+
+# with more, tensor cores are faster than the products of single threads
+MOST_ROWS = 8
+ALIGNED = 16  # bytes of a weight that a thread loads at once
+
+
+def problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """Why the kernel cannot compute this layer, or None if it can."""
+    if not x.is_cuda or weight.device != x.device:
+        return f"tensors are on {x.device.type}, it needs a CUDA GPU"
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype not in (x.dtype, EIGHT):
+        return f"x is {x.dtype}, its weight {weight.dtype}; expected 16 bits"
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
+        return f"its bias is {bias.dtype}, expected {x.dtype}"
+    width = weight.shape[-1]
+    if not 0 < x.numel() <= MOST_ROWS * width:
+        return f"more than {MOST_ROWS} rows, or none"
+    if not x.is_contiguous() or not weight.is_contiguous():
+        return "a tensor is not contiguous"
+    if width * weight.element_size() % ALIGNED:
+        return f"its rows are {width} wide"
+    if any(t.data_ptr() % ALIGNED for t in (x, weight)):
+        return f"a tensor does not start at a multiple of {ALIGNED} bytes"
+    return None
+
+
+def _check_sizes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, glu: bool) -> None:
+    checks.tensor(op, "x", x)
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"{op}: weight is {list(weight.shape)}, x has rows of {x.shape[-1]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{op}: bias is {list(bias.shape)}, expected [{len(weight)}]")
+    if glu and (bias is not None or len(weight) % 2):
+        raise ValueError(f"{op}: glu takes gate and up in one weight, without a bias")
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, glu: bool) -> None:
+    _check_sizes("linear_few_rows", x, weight, bias, glu)
+
+
+def _check_eight(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, glu: bool) -> None:
+    op = "fp8_linear_few_rows"
+    _check_sizes(op, x, weight, bias, glu)
+    if weight.dtype != EIGHT:
+        raise TypeError(f"{op}: weight is {weight.dtype}, expected {EIGHT}")
+    if scale.dtype != torch.float32 or scale.numel() != len(weight):
+        raise ValueError(f"{op}: scale is {list(scale.shape)}, expected {len(weight)} of float32")
+
+
+def _allocate(x: Tensor, weight: Tensor, glu: bool) -> tuple[Tensor, ...]:
+    return (x.new_empty((*x.shape[:-1], len(weight) // (2 if glu else 1))),)
+
+
+LINEAR_FEW_ROWS = Op(
+    name="linear_few_rows",
+    schema="(Tensor x, Tensor weight, Tensor? bias=None, bool glu=False) -> Tensor",
+    formula="x · weightᵀ + bias; with glu SiLU(first half) · second half of it",
+    check=_check,
+    allocate=lambda x, weight, bias, glu: _allocate(x, weight, glu),
+    reference=reference.linear_few_rows,
+    kernels=FolderKernels(__name__),
+    cases=cases.CASES,
+    sized=cases.sized,
+    prefer=("cuda",),
+    backends=("torch", "cuda"),
+    internal=True,
+)
+
+FP8_LINEAR_FEW_ROWS = Op(
+    name="fp8_linear_few_rows",
+    schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None, bool glu=False) -> Tensor",
+    formula="x · (weight · scale)ᵀ + bias; with glu SiLU(first half) · second half of it",
+    check=_check_eight,
+    allocate=lambda x, weight, scale, bias, glu: _allocate(x, weight, glu),
+    reference=reference.fp8_linear_few_rows,
+    kernels=FolderKernels(__name__),
+    cases=cases.FP8_CASES,
+    sized=cases.sized_fp8,
+    prefer=("cuda",),
+    backends=("torch", "cuda"),
+    internal=True,
+    eight=("weight",),
+)

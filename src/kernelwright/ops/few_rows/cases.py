@@ -1,0 +1,52 @@
+"""Shapes of linear layers with few rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..case import Case, Inputs
+from ..fp8 import reference as fp8
+
+
+def layer(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> Any:
+    def arguments(inputs: Inputs) -> dict[str, Any]:
+        x, weight = inputs.normal(rows, k), inputs.normal(n, k, scale=k**-0.5)
+        return {"x": x, "weight": weight, "bias": inputs.normal(n) if bias else None, "glu": glu}
+
+    return arguments
+
+
+def eight(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> Any:
+    def arguments(inputs: Inputs) -> dict[str, Any]:
+        given = layer(rows, n, k, bias, glu)(inputs)
+        weight, scale = fp8.quantize(given["weight"])
+        return given | {"weight": weight, "scale": scale}
+
+    return arguments
+
+
+def _all(made: Any) -> list[Case]:
+    return [
+        Case("a row", made(1, 64, 256)),
+        Case("three rows, bias", made(3, 96, 512, bias=True)),
+        Case("eight rows", made(8, 64, 1024)),
+        Case("odd number of outputs", made(2, 37, 272, bias=True)),
+        Case("rows narrower than a warp's load", made(1, 16, 48)),
+        Case("gate and up", made(1, 128, 512, glu=True)),
+        Case("five rows, gate and up", made(5, 74, 528, glu=True)),
+        Case("llama, QKV of a token", made(1, 6144, 4096), True, "llama"),
+        Case("llama, gate and up of a token", made(1, 28672, 4096, glu=True), True, "llama"),
+        Case("llama, down of a token", made(1, 4096, 14336), True, "llama"),
+        Case("llama, down of eight tokens", made(8, 4096, 14336), True, "llama"),
+    ]
+
+
+CASES, FP8_CASES = _all(layer), _all(eight)
+
+
+def sized(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
+    return layer(min(rows, 8), width, width)(inputs)
+
+
+def sized_fp8(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
+    return eight(min(rows, 8), width, width)(inputs)

@@ -1,0 +1,57 @@
+"""Launch choices of the CUDA kernel of linear layers with few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...backends import Unsupported
+from ...backends.cuda import TYPES, CudaLaunch
+from ..fp8.reference import DTYPE as EIGHT
+from ..row.call import check_fp8
+
+if TYPE_CHECKING:
+    from ..plan import Call
+
+WARPS = 4
+# Outputs of a warp, and how many of its loads are under way for each, for one or two rows and for
+# more. Not yet measured.
+FEW, MORE = (2, 4), (4, 2)
+# Warps that keep the memory of an H200 busy: a row is shared by two or four where there are fewer.
+# Not yet measured.
+ENOUGH = 2048
+
+
+def plan(call: Call) -> CudaLaunch:
+    x, weight, glu = (call[n] for n in ("x", "weight", "glu"))
+    eight = weight.dtype == EIGHT
+    if eight:
+        check_fp8(call)
+    n, k = weight.shape
+    if x.dtype.itemsize != 2 or weight.dtype not in (x.dtype, EIGHT):
+        raise Unsupported(f"x of {x.dtype} and a weight of {weight.dtype}, expected 16 bits")
+    rows = x.numel() // k if k else 0
+    # a row of x is loaded in pieces of 16 bytes as well
+    if not 0 < rows <= 8 or k * weight.dtype.itemsize % 16 or k % 8:
+        raise Unsupported(f"{rows} rows of {k}, it takes up to 8 of a multiple of 16 bytes")
+    if not (x.is_contiguous() and weight.is_contiguous()) or call.alignment < 16:
+        raise Unsupported("a tensor is not contiguous, or not aligned to 16 bytes")
+    if call["bias"] is not None and call["bias"].dtype != x.dtype:
+        raise Unsupported(f"a bias of {call['bias'].dtype}")
+    outputs, ahead = FEW if rows <= 2 else MORE
+    made = n // 2 if glu else n
+    each = outputs // 2 if glu else outputs
+    groups = -(-made // each)
+    split = next((s for s in (1, 2) if groups * s >= ENOUGH), WARPS)
+    return CudaLaunch(
+        source="ops/few_rows/cuda.cuh",
+        template=f"kernelwright::few_rows<{TYPES[x.dtype]}, "
+        f"{'kernelwright::Eight' if eight else TYPES[x.dtype]}, {rows}, {outputs}, {ahead}, "
+        f"{split}, {str(glu).lower()}>",
+        arguments="kernelwright::FewRowsArgs",
+        grid=-(-groups // (WARPS // split)),
+        block=32 * WARPS,
+        pointers=("x", "weight", "bias", "scale" if eight else "", "out"),
+        layout="2I",
+        scalars=(made, k),
+        alignment=16,
+    )
