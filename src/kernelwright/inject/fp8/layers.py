@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...backends.user_warnings import warn
 from ...library_internals import base_layer, peft_children
 from ...ops import fp8
-from ...ops.fp8.reference import ACTIVATIONS
+from ...ops.few_rows import is_few
 from ..graphs.capture import capturing, depend, keep
 from ..runtime import forwards, model_run
 from ..runtime.forwards import MARK, hooked
@@ -36,6 +36,7 @@ from ..verify.first_sight import Checker
 from .activations import Makers, rows_of
 from .attention import Fp8Attention
 from .compiled import FP8_LINEAR, LayersByWeight, number
+from .few_rows import activated, of_few_rows
 from .resting import Resting
 from .weights import Pack, Quantised, quantise
 
@@ -216,10 +217,10 @@ class Fp8Layers:
         """The same outside of a trace; `rest`: the 16-bit weight may leave the GPU."""
         if not self.wanted(layer):
             return None
-        if why := _misfit(layer, x):
+        kept = self._layers.get(layer)
+        if why := _misfit(layer, x, seen=kept is not None and kept.good is True):
             self.checker.misfits[layer] = why
             return None
-        kept = self._layers.get(layer)
         if kept is None or not self._fits(kept, layer, x.device) or kept.good is None:
             if capturing():
                 self.checker.misfits[layer] = FIRST_IN_A_GRAPH
@@ -228,12 +229,15 @@ class Fp8Layers:
         depend(layer.weight)
         keep(kept)
         plain = activation == "none" and up is None and left is None
+        if kept.good and is_few(x):
+            given = x if plain else activated(x, activation, up, left)
+            y = of_few_rows(given, kept.weight, kept.scale, layer.bias)
+            if y is not None:
+                return y
         rows, scale = rows_of(x) if plain else fp8.quantize(x, up, activation, left)
         y = fp8.product(rows, scale, kept.weight, kept.scale, layer.bias, x.dtype)
         if kept.good is None:
-            given = ACTIVATIONS[activation](x)
-            given = given if up is None else given * up
-            given = given if left is None else torch.cat([left, given], -1)
+            given = activated(x, activation, up, left)
             y = self._first_sight(layer, kept, given, y)
         if kept.good and rest:
             self._let_rest(layer, kept)
@@ -242,7 +246,36 @@ class Fp8Layers:
     def together(self, layers: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
         """layer(x) of each layer as one fp8 GEMM, whose result is split; None where some layer must
         run in 16 bits: the others may still run in fp8 one by one."""
-        if not all(map(self.wanted, layers)) or any(_misfit(m, x) for m in layers):
+        pack = self._pack(layers, x)
+        if pack is None:
+            return None
+        y = of_few_rows(x, pack.weight, pack.scale, pack.bias) if pack.is_good else None
+        if y is None:
+            y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
+        results = y.split_with_sizes([m.out_features for m in layers], -1)
+        if not pack.is_good:
+            results = self._first_sight_together(layers, pack, x, results)
+        if pack.is_good:
+            for layer, kept in zip(layers, pack.layers, strict=True):
+                self._let_rest(layer, kept)
+        return results
+
+    def gated(self, layers: Sequence[Any], x: Tensor) -> Tensor | None:
+        """SiLU(gate(x)) * up(x) of two layers for few rows x; None where they have not run in fp8
+        yet, or cannot here."""
+        if torch.compiler.is_compiling() or any(m.bias is not None for m in layers):
+            return None
+        pack = self._pack(layers, x)
+        if pack is None or not pack.is_good or layers[0].out_features != layers[1].out_features:
+            return None
+        return of_few_rows(x, pack.weight, pack.scale, None, gated=True)
+
+    def _pack(self, layers: Sequence[Any], x: Tensor) -> Pack | None:
+        """The weights of these layers in fp8, one after the other; None where some layer must run
+        in 16 bits."""
+        kept = [self._layers.get(m) for m in layers]
+        seen = all(k is not None and k.good is True for k in kept)
+        if not all(map(self.wanted, layers)) or any(_misfit(m, x, seen) for m in layers):
             return None
         if len({m.bias is None for m in layers}) > 1:
             return None
@@ -257,14 +290,7 @@ class Fp8Layers:
             if layer.bias is not None:
                 depend(layer.bias)
         keep(pack)
-        y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
-        results = y.split_with_sizes([m.out_features for m in layers], -1)
-        if not all(k.good for k in pack.layers):
-            results = self._first_sight_together(layers, pack, x, results)
-        if all(k.good for k in pack.layers):
-            for layer, kept in zip(layers, pack.layers, strict=True):
-                self._let_rest(layer, kept)
-        return results
+        return pack
 
     def _fits(self, kept: Quantised, layer: Any, device: torch.device) -> bool:
         """Whether an fp8 weight is still that of its layer, on the device it is needed on."""
@@ -338,8 +364,8 @@ class Fp8Layers:
         return result if kept.good else expected
 
 
-def _misfit(layer: Any, x: Tensor) -> str | None:
-    """Why this call of a layer must run in 16 bits, or None."""
+def _misfit(layer: Any, x: Tensor, seen: bool = False) -> str | None:
+    """Why this call of a layer must run in 16 bits, or None; `seen`: it has run in fp8."""
     weight, bias = layer._parameters.get("weight"), layer.bias
     if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.is_inference():
         return "tensors of a class of their own"
@@ -353,7 +379,7 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
         return "an adapter is around it"
     if not model_run.active.token and not mode.inside:
         return "it was called outside its model"
-    if x.numel() < ROWS * x.shape[-1]:
+    if not seen and x.numel() < ROWS * x.shape[-1]:
         return f"fewer than {ROWS} rows"
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)

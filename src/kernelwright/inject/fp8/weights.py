@@ -71,6 +71,11 @@ class Pack:
             k.weight, k.scale = w, s
         return Pack(kept, weight, scale, bias, made)
 
+    @property
+    def is_good(self) -> bool:
+        """Whether all of them have been compared with 16 bits."""
+        return all(k.good for k in self.layers)
+
     def is_of(
         self, layers: Sequence[Any], kept: Sequence[Quantised | None], samples: TensorSamples
     ) -> bool:

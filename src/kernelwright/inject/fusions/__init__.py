@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .attention import AttentionFusions
 from .base import hooked_now
-from .feed_forward import FeedForwardFusions
+from .few_rows import FewRowsFusions
 from .norms import NormFusions
 from .projections import GATE_UP, QKV, TEXT_QKV
 from .prompt import PromptFusions
@@ -16,5 +16,5 @@ from .prompt import PromptFusions
 __all__ = ["GATE_UP", "QKV", "TEXT_QKV", "Fusions", "hooked_now"]
 
 
-class Fusions(NormFusions, PromptFusions, AttentionFusions, FeedForwardFusions):
+class Fusions(NormFusions, PromptFusions, AttentionFusions, FewRowsFusions):
     """All fusion sites of one injection."""

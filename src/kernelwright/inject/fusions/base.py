@@ -56,6 +56,11 @@ class BaseFusions:
     def __deepcopy__(self, memo: Any) -> BaseFusions:
         return self
 
+    @property
+    def may_sum_otherwise(self) -> bool:
+        """Whether kernels of ours may take the place of cuBLAS's, which sum in another order."""
+        return not self.exact and self.fp8_layers is None and self.backend in (None, "cuda")
+
     def at_hand(self, *layers: Any) -> bool:
         """Whether the 16-bit weights of these layers are where their inputs are; fetches those that
         have left the GPU since their layers run in fp8."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...ops import fp8, selection
 from ...ops.adaln import ADALN_LAYERNORM, ADALN_RMSNORM
+from ...ops.few_rows import is_few
 from ...ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
 from ...ops.layernorm import LAYERNORM
 from ...ops.residual import GATED_RESIDUAL, GATED_RESIDUAL_NORM
@@ -182,6 +183,8 @@ class NormFusions(ChannelNormFusions):
     def _fp8_producer(self, x: Tensor) -> Makers | None:
         """The fp8 producer for this site, or None if no fp8 layer can follow."""
         if self.fp8_layers is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return None
+        if is_few(x):  # its readers take rows in 16 bits
             return None
         if self.backend == "cuda" or (x.is_cuda and fp8.unsupported(x.device.index or 0)):
             return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import all_modules_hooked
+from ...ops import few_rows
 from ...ops.linear import algorithms
 from ..reuse import packed_gemm, packed_weights
 from ..runtime.forwards import hooked
@@ -49,7 +50,11 @@ class ProjectionFusions(BaseFusions):
             return eager()
 
         def kernel() -> tuple[Tensor, ...]:
-            return packed_gemm.packed_linear(x, packed).split_with_sizes(packed.sizes, -1)
+            if self.may_sum_otherwise and few_rows.suits(x, packed.weight, packed.bias):
+                y = few_rows.LINEAR_FEW_ROWS(x, packed.weight, packed.bias, False)
+            else:
+                y = packed_gemm.packed_linear(x, packed)
+            return y.split_with_sizes(packed.sizes, -1)
 
         bias = packed.bias is not None
         if self.exact and not self.same_bits("one", x, packed.sizes, bias, kernel, eager):

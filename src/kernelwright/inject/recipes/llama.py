@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..fusions import GATE_UP, QKV, Fusions
-from ..fusions.projections import run_linear
+from ..fusions import QKV, Fusions
 from ..identify import norm_kinds
 from ..identify.norm_kinds import Norm
 from ..identify.source import fingerprint, is_plain_loop
@@ -155,7 +154,7 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
             **window(self),
             **kwargs,
         )
-        return run_linear(self.o_proj, rows.reshape(*tokens, -1).contiguous()), weights
+        return fuse.linear(self.o_proj, rows.reshape(*tokens, -1).contiguous()), weights
 
     return forward
 
@@ -168,8 +167,7 @@ def is_attention(module: nn.Module) -> bool | str:
 
 def mlp(fuse: Fusions) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
-        gate, up = fuse.projections(GATE_UP, x, (self.gate_proj, self.up_proj))
-        return fuse.swiglu_linear(self.down_proj, self.act_fn, gate, up)
+        return fuse.gated_feed_forward(self.gate_proj, self.up_proj, self.act_fn, self.down_proj, x)
 
     return forward
 

@@ -20,6 +20,20 @@ MOST_ROWS = 8
 ALIGNED = 16  # bytes of a weight that a thread loads at once
 
 
+def is_few(x: Tensor) -> bool:
+    """Whether x has rows, and few of them."""
+    return 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+
+
+def suits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether the kernel is to compute this layer, here and now."""
+    if not is_few(x) or torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    return not torch.is_autocast_enabled(x.device.type) and problem(x, weight, bias) is None
+
+
 def problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
     """Why the kernel cannot compute this layer, or None if it can."""
     if not x.is_cuda or weight.device != x.device:
@@ -29,7 +43,7 @@ def problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         return f"its bias is {bias.dtype}, expected {x.dtype}"
     width = weight.shape[-1]
-    if not 0 < x.numel() <= MOST_ROWS * width:
+    if not is_few(x):
         return f"more than {MOST_ROWS} rows, or none"
     if not x.is_contiguous() or not weight.is_contiguous():
         return "a tensor is not contiguous"
