@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ...backends.user_warnings import warn
 from ...library_internals import base_layer, peft_children
 from ...ops import fp8
-from ...ops.few_rows import is_few
 from ..graphs.capture import capturing, depend, keep
 from ..runtime import forwards, model_run
 from ..runtime.forwards import MARK, hooked
@@ -229,7 +228,7 @@ class Fp8Layers:
         depend(layer.weight)
         keep(kept)
         plain = activation == "none" and up is None and left is None
-        if kept.good and is_few(x):
+        if kept.good and _is_short(x):
             given = x if plain else activated(x, activation, up, left)
             y = of_few_rows(given, kept.weight, kept.scale, layer.bias)
             if y is not None:
@@ -249,7 +248,9 @@ class Fp8Layers:
         pack = self._pack(layers, x)
         if pack is None:
             return None
-        y = of_few_rows(x, pack.weight, pack.scale, pack.bias) if pack.is_good else None
+        y = None
+        if pack.is_good and _is_short(x):
+            y = of_few_rows(x, pack.weight, pack.scale, pack.bias)
         if y is None:
             y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
         results = y.split_with_sizes([m.out_features for m in layers], -1)
@@ -266,7 +267,9 @@ class Fp8Layers:
         if torch.compiler.is_compiling() or any(m.bias is not None for m in layers):
             return None
         pack = self._pack(layers, x)
-        if pack is None or not pack.is_good or layers[0].out_features != layers[1].out_features:
+        if pack is None or not pack.is_good or not _is_short(x):
+            return None
+        if layers[0].out_features != layers[1].out_features:
             return None
         return of_few_rows(x, pack.weight, pack.scale, None, gated=True)
 
@@ -364,6 +367,10 @@ class Fp8Layers:
         return result if kept.good else expected
 
 
+def _is_short(x: Tensor) -> bool:
+    return x.numel() < ROWS * x.shape[-1]
+
+
 def _misfit(layer: Any, x: Tensor, seen: bool = False) -> str | None:
     """Why this call of a layer must run in 16 bits, or None; `seen`: it has run in fp8."""
     weight, bias = layer._parameters.get("weight"), layer.bias
@@ -379,7 +386,7 @@ def _misfit(layer: Any, x: Tensor, seen: bool = False) -> str | None:
         return "an adapter is around it"
     if not model_run.active.token and not mode.inside:
         return "it was called outside its model"
-    if not seen and x.numel() < ROWS * x.shape[-1]:
+    if not seen and _is_short(x):
         return f"fewer than {ROWS} rows"
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
