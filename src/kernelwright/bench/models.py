@@ -160,7 +160,7 @@ def _measure(
             row["replaced"] = report.replaced
             row["sites"] = report.sites
             row["problems"] = report.to_dict()["problems"]
-            row["graphs"] = [g.describe() for g in report.graphs]
+            row["graphs"] = report.graph_lines
         row |= _memory()
         _fresh()
         row["ms"] = milliseconds(lambda: run(**inputs), seconds)

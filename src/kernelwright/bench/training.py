@@ -221,7 +221,7 @@ def _measure(
         if report is not None:
             row["replaced"] = report.replaced
             row["problems"] = report.to_dict()["problems"]
-            row["graphs"] = [g.describe() for g in report.graphs]
+            row["graphs"] = report.graph_lines
         _check(config, row, repeated - same)
         del got
         parameters = [p for p in model.parameters() if p.requires_grad]

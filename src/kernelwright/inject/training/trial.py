@@ -50,7 +50,7 @@ class Trial:
         values = [t.detach() if i < count else copied(t.detach()) for i, t in enumerate(tensors)]
         if not rehearsed:
             rehearse_forward(twin, call, values)
-        draw = _Numbers()
+        draw = Numbers()
         values = list(map(draw.instead_of_zeros, values))
         gradients: list[Tensor | None] = []
         differentiable: list[int] = []
@@ -141,7 +141,7 @@ class _Noting(fx.Interpreter):
         return result
 
 
-class _Numbers:
+class Numbers:
     """Random numbers of generators of their own: nobody else's draws are affected."""
 
     def __init__(self) -> None:
