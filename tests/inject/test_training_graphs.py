@@ -461,7 +461,7 @@ def test_restore_between_forward_and_backward():
 
 def test_restore_frees_the_memory_of_graphs():
     _, ours, graphs = injected_pair(model())
-    memory = [weakref.ref(bound.graph) for bound in graphs._owners.values()]
+    memory = [weakref.ref(found.graph) for found in graphs._owners.values()]
     assert len(memory) == 2
     kw.restore(ours)
     del graphs

@@ -12,7 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,13 +28,19 @@ from .key import Call, check_surroundings, listed
 from .kv_caches import DEPENDS_ON_LENGTH
 from .recorder import CudaRecorder, Recorder, capture_lock
 
-if TYPE_CHECKING:
-    from ..training.graphs import TrainingGraphs
-
 __all__ = ["Graphs", "capturing", "keep"]
 
 FAILURES_REMEMBERED = 64
 WEIGHTS_CHANGED = "weights were written to"
+
+
+class BlockGraphs(Protocol):
+    """The graphs of a model's blocks while gradients are recorded."""
+
+    asked: bool  # whether the model has run so
+
+    def describe(self) -> str:
+        """One line for a report, empty if it has not."""
 
 
 class Graphs:
@@ -54,7 +60,7 @@ class Graphs:
         self.limit = limit
         self.name = name
         self.reasons: dict[str, int] = {}
-        self.of_blocks: TrainingGraphs | None = None
+        self.of_blocks: BlockGraphs | None = None
         self._recorder = self.recorder()
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...backends.torch_internals import convolution_switches, float32_switches, gemm_switches
 from ..graphs.buffers import InputBuffer, Refusal, Results, alignment
@@ -74,8 +75,34 @@ class SharedBuffer:
         self._source, self._version, self._token = ref(given), given._version, token
 
 
-class Halves(Protocol):
+@dataclass(eq=False)
+class Graphed:
+    """What is known about the graph of a block for inputs of one layout."""
+
+    graph: BlockGraph | None = None
+    backward_ran: bool = False  # with gradients of the expected layout
+    captures: int = 0
+    unused: int = 0  # calls of the block with another layout since the graph was used
+    refused: str | None = None  # why there never is one
+
+
+class Block(Protocol):
     """A block whose forward and backward are functions of tensors alone."""
+
+    module: ref[nn.Module]
+    graphed: Graphed
+
+    @property
+    def weights(self) -> int:
+        """How many of the inputs are weights: the first ones."""
+
+    @property
+    def layouts(self) -> Sequence[Any]:
+        """Of the gradients of its results: class, shape, strides, dtype and device, or None."""
+
+    @property
+    def repeats(self) -> Sequence[bool]:
+        """Of each contribution, whether it has the same bits every time."""
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Results, and what is kept for the backward."""
@@ -92,16 +119,15 @@ class BlockGraph:
 
     def __init__(
         self,
-        halves: Halves,
-        weights: Sequence[Tensor],
-        given: Sequence[Tensor],
-        buffers: Sequence[SharedBuffer],  # filled with what is given
+        block: Block,
+        inputs: Sequence[Tensor],
+        buffers: Sequence[SharedBuffer],  # filled with those that are not weights
         gradients: Sequence[InputBuffer | None],  # filled with random numbers
-        repeats: Sequence[bool],  # of each contribution, whether it has the same bits every time
         recorders: tuple[Recorder, Recorder],
         order: int,
     ) -> None:
         """Captures both, and compares them with running them. Refused if they differ."""
+        weights, given = inputs[: block.weights], inputs[block.weights :]
         self.order = order
         self.device = given[0].device
         self.buffers = buffers
@@ -112,20 +138,20 @@ class BlockGraph:
         self._switches = _switches()
         self._use: Callable[[], Use | None] = lambda: None
         static = self.inputs
-        inputs = [*weights, *static]
         random = [None if b is None else b.tensor for b in gradients]
 
         def forward() -> tuple[list[Tensor], list[Tensor]]:
             with recording():
-                return halves.run_forward(inputs)
+                return block.run_forward([*weights, *static])
 
         def backward() -> list[Tensor]:
             with recording():
-                return halves.run_backward(inputs, self.kept, random)
+                return block.run_backward([*weights, *static], self.kept, random)
 
         # outside of a capture first: whatever is loaded or chosen at the first call is there then
-        results, kept = halves.run_forward([*weights, *given])
-        contributions = halves.run_backward([*weights, *given], kept, random)
+        results, kept = block.run_forward(inputs)
+        contributions = block.run_backward(inputs, kept, random)
+        del kept
         with keeping() as (self._alive, _):
             self._replay_forward, (made, self.kept) = recorders[0].record(forward, self.device)
         self._results = Results(made, static, weights, owned=False)
@@ -139,7 +165,7 @@ class BlockGraph:
             raise Refusal(OTHER_BITS)
         self._replay_backward()
         again = self._contributions.copies([t for t in random if t is not None])
-        for ours, theirs, same in zip(again, contributions, repeats, strict=True):
+        for ours, theirs, same in zip(again, contributions, block.repeats, strict=True):
             if same and not equal(ours, theirs):
                 raise Refusal(OTHER_BITS)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -25,10 +25,8 @@ from ...fuser.running import Executable
 from ...fuser.views import packet
 from ..reuse.program_sites import ProgramSites
 from ..runtime.sites import EMPTY, eagerly, mode, set_mode
-
-if TYPE_CHECKING:
-    from .block_graph import BlockGraph, Use
-    from .graphs import TrainingGraphs
+from .block_graph import Graphed, Use
+from .graphs import TrainingGraphs
 
 # class, shape, strides, dtype and device of the gradient of each result, None where it has none
 Layouts = tuple[Any, ...]
@@ -169,11 +167,7 @@ class BoundBlock:
     surprised: Callable[[Layouts], None]
     off: dict[str, str] = field(default_factory=dict)  # programs that run PyTorch's ops, and why
     graphs: TrainingGraphs | None = None  # those of the model, if its user wants any
-    graph: BlockGraph | None = None
-    backward_ran: bool = False  # with gradients of the expected layout
-    captures: int = 0
-    unused: int = 0  # calls of the block with another layout since the graph was used
-    no_graph: str | None = None  # why it never has one
+    graphed: Graphed = field(default_factory=Graphed)
 
     def __str__(self) -> str:
         programs = self.programs
@@ -197,6 +191,18 @@ class BoundBlock:
             for i in range(joint.results)
         ]
         return joint.returns(results)
+
+    @property
+    def weights(self) -> int:
+        return len(self.places)
+
+    @property
+    def layouts(self) -> Layouts:
+        return self.programs.layouts
+
+    @property
+    def repeats(self) -> list[bool]:
+        return self.programs.repeats
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         with _mode_of(self):
@@ -245,7 +251,7 @@ class _Node(torch.autograd.Function):
         else:
             results, ctx.use = replayed
             # the graph has all others; these are saved so that writing to one is noticed
-            ctx.save_for_backward(*inputs[: len(bound.places)])
+            ctx.save_for_backward(*inputs[: bound.weights])
         ctx.bound = bound
         ctx.set_materialize_grads(False)
         fixed = [
@@ -288,7 +294,7 @@ def _contributions(
     if layouts != bound.programs.layouts:
         bound.surprised(layouts)
         return bound.by_autograd(inputs, gradients)
-    bound.backward_ran = True
+    bound.graphed.backward_ran = True
     return bound.run_backward(inputs, kept, gradients)
 
 

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -27,11 +27,8 @@ from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..graphs.recorder import Recorder, capture_lock
 from ..runtime import model_run
-from .block_graph import BlockGraph, SharedBuffer, Use
-from .trial import Numbers
-
-if TYPE_CHECKING:
-    from .block_programs import BoundBlock
+from .block_graph import Block, BlockGraph, Graphed, SharedBuffer, Use
+from .random_numbers import Numbers
 
 # calls of a block with another layout, after which its graph gives way to one for that
 PATIENCE = 8
@@ -62,7 +59,7 @@ class TrainingGraphs:
         self.recorders = recorder(), recorder()
         self._lock = threading.RLock()
         self._orders = count(1)
-        self._owners: WeakKeyDictionary[nn.Module, BoundBlock] = WeakKeyDictionary()
+        self._owners: WeakKeyDictionary[nn.Module, Graphed] = WeakKeyDictionary()
         self._uses: WeakSet[Use] = WeakSet()
         self._buffers: WeakSet[SharedBuffer] = WeakSet()
         self._gradients: dict[Any, InputBuffer] = {}
@@ -91,18 +88,16 @@ class TrainingGraphs:
     def forget(self, module: nn.Module) -> None:
         """Drop the graph of a block: the block has changed."""
         with self._lock:
-            if (bound := self._owners.pop(module, None)) is not None:
-                bound.graph = None
+            if (found := self._owners.pop(module, None)) is not None:
+                found.graph = None
 
-    def forward(
-        self, bound: BoundBlock, inputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Use] | None:
+    def forward(self, block: Block, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Use] | None:
         """Results from a graph, and what stands for the values that its backward needs; None if
         the call has to run without a graph."""
         try:
             _check_surroundings(self.recorders[0])
             with self._lock:
-                return self._forward(bound, inputs)
+                return self._forward(block, inputs)
         except Refusal as reason:
             self.refuse(str(reason))
             return None
@@ -124,32 +119,30 @@ class TrainingGraphs:
         with self._lock:
             return use.graph.backward(given)
 
-    def _forward(
-        self, bound: BoundBlock, inputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Use] | None:
-        weights, given = inputs[: len(bound.places)], inputs[len(bound.places) :]
+    def _forward(self, block: Block, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Use] | None:
+        weights, given = inputs[: block.weights], inputs[block.weights :]
         token = model_run.active.token
-        graph = bound.graph
+        graph = block.graphed.graph
         if graph is None:
-            if not bound.backward_ran:
+            if not block.graphed.backward_ran:
                 return None
-            graph = self._captured(bound, weights, given, token)
+            graph = self._captured(block, inputs, token)
         elif graph.pending():
             raise Refusal(WAITS)
         elif not graph.reads(weights):
-            self._drop(bound, MOVED)
+            self._drop(block, MOVED)
         elif not graph.fits(given):
             raise Refusal(ALIGNMENT)
         else:
-            self._check_memory(bound, graph, given, token)
-        bound.unused = 0
+            self._check_memory(block, graph, given, token)
+        block.graphed.unused = 0
         self.replays += 1
         results, use = graph.forward(given, token)
         self._uses.add(use)
         return results, use
 
     def _check_memory(
-        self, bound: BoundBlock, graph: BlockGraph, given: Sequence[Tensor], token: int
+        self, block: Block, graph: BlockGraph, given: Sequence[Tensor], token: int
     ) -> None:
         """Refuse a replay that would write to what a backward still needs. Where another forward of
         the model needs it, the graph is used again later; where this one does, it never fits."""
@@ -157,7 +150,7 @@ class TrainingGraphs:
         if any(use.token != token for use in later):
             raise Refusal(WAITS)
         if later:
-            self._drop(bound, ORDER)
+            self._drop(block, ORDER)
         for buffer, tensor in zip(graph.buffers, given, strict=True):
             if buffer.holds(tensor, token):
                 continue
@@ -165,68 +158,56 @@ class TrainingGraphs:
             if any(use.token != token for use in needed):
                 raise Refusal(SHARED)
             if needed:
-                self._drop(bound, SHARED)
+                self._drop(block, SHARED)
 
-    def _drop(self, bound: BoundBlock, why: str) -> NoReturn:
+    def _drop(self, block: Block, why: str) -> NoReturn:
         """Drop a graph that is no longer valid; the next call is captured again."""
-        bound.graph = None
-        if (module := bound.module()) is not None:
+        found = block.graphed
+        found.graph = None
+        if (module := block.module()) is not None:
             self._owners.pop(module, None)
-        if bound.captures >= MAX_CAPTURES:
-            bound.no_graph = f"{why}, at every capture"
+        if found.captures >= MAX_CAPTURES:
+            found.refused = f"{why}, at every capture"
         raise Refusal(why)
 
-    def _captured(
-        self, bound: BoundBlock, weights: Sequence[Tensor], given: Sequence[Tensor], token: int
-    ) -> BlockGraph:
-        if bound.no_graph is not None:
-            raise Refusal(bound.no_graph)
-        module = bound.module()
+    def _captured(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
+        found, module = block.graphed, block.module()
+        if found.refused is not None:
+            raise Refusal(found.refused)
         owner = None if module is None else self._owners.get(module)
-        if owner is not None and owner is not bound:
+        if owner is not None and owner is not found:
             owner.unused += 1
             if owner.unused < PATIENCE:
                 raise Refusal(ANOTHER)
             owner.graph, owner.captures = None, 0
         try:
-            graph = self._capture(bound, weights, given, token)
+            graph = self._capture(block, inputs, token)
         except Refusal as no:
-            bound.no_graph = str(no)
-            raise
+            found.refused = str(no)
         except torch.OutOfMemoryError:
-            bound.no_graph = "not enough memory for its graphs"
+            found.refused = "not enough memory for its graphs"
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            bound.no_graph = f"capture failed: {line}"
-        if bound.no_graph is not None:
-            raise Refusal(bound.no_graph)
-        bound.graph = graph
+            found.refused = f"capture failed: {line}"
+        if found.refused is not None:
+            raise Refusal(found.refused)
+        found.graph = graph
         if module is not None:
-            self._owners[module] = bound
+            self._owners[module] = found
         return graph
 
-    def _capture(
-        self, bound: BoundBlock, weights: Sequence[Tensor], given: Sequence[Tensor], token: int
-    ) -> BlockGraph:
-        kind = self.recorders[0].device_type
-        devices = {t.device for t in (*weights, *given)}
-        if not given or len(devices) != 1 or given[0].device.type != kind:
-            where = " and ".join(sorted(map(str, devices)))
-            raise Refusal(f"weights and inputs on {where}" if given else "no tensor among inputs")
-        bound.captures += 1
+    def _capture(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
+        given, devices = inputs[block.weights :], {t.device for t in inputs}
+        if not given:
+            raise Refusal("no tensor among the inputs")
+        if len(devices) != 1 or given[0].device.type != self.recorders[0].device_type:
+            raise Refusal(f"weights and inputs on {' and '.join(sorted(map(str, devices)))}")
+        block.graphed.captures += 1
         with capture_lock, self.recorders[0].exclusive(given[0].device):
             buffers = [self._buffer(t, token) for t in given]
-            gradients = self._random_gradients(bound)
-            return BlockGraph(
-                bound,
-                weights,
-                given,
-                buffers,
-                gradients,
-                bound.programs.repeats,
-                self.recorders,
-                next(self._orders),
-            )
+            gradients = self._random_gradients(block)
+            order = next(self._orders)
+            return BlockGraph(block, inputs, buffers, gradients, self.recorders, order)
 
     def _buffer(self, given: Tensor, token: int) -> SharedBuffer:
         """A buffer that holds an input: one of another block that has it already, or a new one."""
@@ -237,11 +218,11 @@ class TrainingGraphs:
             self._buffers.add(found)
         return found
 
-    def _random_gradients(self, bound: BoundBlock) -> list[InputBuffer | None]:
+    def _random_gradients(self, block: Block) -> list[InputBuffer | None]:
         """Memory for the gradients of a block's results, which blocks of one layout share: it is
         filled just before a backward is replayed."""
         draw, found = Numbers(), list[InputBuffer | None]()
-        for number, layout in enumerate(bound.programs.layouts):
+        for number, layout in enumerate(block.layouts):
             random = draw.gradient(layout)
             if random is None:
                 found.append(None)
