@@ -69,7 +69,7 @@ def graphs_without_a_gpu(monkeypatch, recordings):
     monkeypatch.setattr(planning, "Training", partial(planning.Training, _shared=recordings))
 
 
-def injected_pair(trained, calls=4, **how):
+def injected_pair(trained, calls=3, **how):
     """An eager model, an injected copy whose blocks have graphs, and those graphs."""
     eager, ours = twice(trained)
     report = kw.inject(ours, graphs=True, **how)
@@ -105,30 +105,29 @@ def loss_of(trained, inputs):
 
 
 @pytest.mark.compatibility("training with graphs")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_step_has_eagers_bits(dtype):
-    eager, ours = twice(model().to(dtype))
+def test_every_step_has_eagers_bits():
+    eager, ours = twice(model())
     report = kw.inject(ours, graphs=True)
     assert report.graph_lines == ["0 graphs"]
     for seed in range(6):
-        same(eager, ours, data(seed, dtype))
+        same(eager, ours, data(seed))
     graphs = report.graphs[0].of_blocks
     assert graphs.captured == 2
     assert graphs.reasons == {}
     line = "while gradients are recorded: graphs of forward and backward for 2 blocks"
     assert report.graph_lines == ["0 graphs", line]
     assert line in str(report)
-    assert replayed(graphs, lambda: same(eager, ours, data(9, dtype))) == (2, 2)
+    assert replayed(graphs, lambda: same(eager, ours, data(9))) == (2, 2)
 
 
 @pytest.mark.compatibility("training with graphs")
-def test_twenty_steps_of_adapters_end_in_the_same_weights():
+def test_steps_of_adapters_end_in_the_same_weights():
     eager, ours = twice(with_lora(model(), "q", "k", "v", "o"))
     inputs = {n: t.detach() for n, t in data().items()}
     graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
-    assert torch.equal(steps(ours, inputs, 20), steps(eager, inputs, 20))
+    assert torch.equal(steps(ours, inputs, 6), steps(eager, inputs, 6))
     assert differing(ours.state_dict(), eager.state_dict()) == []
-    assert graphs.replays > 30
+    assert graphs.replays == 10
     assert graphs.reasons == {}
 
 
@@ -485,13 +484,14 @@ def longer(seed):
     return {**data(seed), "x": drawn(2, 20, 8, seed=seed)}
 
 
-def test_shapes_take_turns():
+def test_shapes_take_turns(monkeypatch):
+    monkeypatch.setattr(training_graphs, "PATIENCE", 3)
     eager, ours, graphs = injected_pair(model(layers=1))
-    for seed in range(4):
+    for seed in range(3):
         same(eager, ours, longer(seed))
         assert replayed(graphs, lambda seed=seed: same(eager, ours, data(seed))) == (1, 1)
     assert training_graphs.ANOTHER in graphs.reasons
-    for seed in range(training_graphs.PATIENCE + 3):
+    for seed in range(4):
         same(eager, ours, longer(seed))
     assert replayed(graphs, lambda: same(eager, ours, longer(0))) == (1, 1)
     assert graphs.captured == 1

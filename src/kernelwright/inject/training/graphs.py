@@ -95,7 +95,7 @@ class TrainingGraphs:
         """Results from a graph, and what stands for the values that its backward needs; None if
         the call has to run without a graph."""
         try:
-            _check_surroundings(self.recorders[0])
+            _check_surroundings(self.recorders[0], inputs[block.weights :])
             with self._lock:
                 return self._forward(block, inputs)
         except Refusal as reason:
@@ -200,7 +200,7 @@ class TrainingGraphs:
         given, devices = inputs[block.weights :], {t.device for t in inputs}
         if not given:
             raise Refusal("no tensor among the inputs")
-        if len(devices) != 1 or given[0].device.type != self.recorders[0].device_type:
+        if len(devices) != 1:
             raise Refusal(f"weights and inputs on {' and '.join(sorted(map(str, devices)))}")
         block.graphed.captures += 1
         with capture_lock, self.recorders[0].exclusive(given[0].device):
@@ -235,8 +235,10 @@ class TrainingGraphs:
         return found
 
 
-def _check_surroundings(recorder: Recorder) -> None:
+def _check_surroundings(recorder: Recorder, given: Sequence[Tensor]) -> None:
     """Refuse where a replay cannot keep what a backward needs, or cannot run at all."""
+    if elsewhere := {t.device.type for t in given} - {recorder.device_type}:
+        raise Refusal(f"inputs on {' and '.join(sorted(elsewhere))}")
     if capturing() or reading() or recorder.busy():
         raise Refusal(CAPTURED)
     if in_backward():
