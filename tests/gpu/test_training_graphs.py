@@ -58,7 +58,6 @@ def loss_of(trained, inputs):
     return trained(**inputs).float().square().mean()
 
 
-@pytest.mark.compatibility("training with graphs")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["ltx-video", "flux-dev", "wan-1.3b", "qwen-image", "llama-3-8b"])
 def test_steps_of_presets_end_in_eagers_weights(name, lora):

@@ -534,6 +534,34 @@ def test_a_graph_that_gives_other_bits_is_not_used(monkeypatch, half):
     assert set(graphs.reasons) == {OTHER_BITS}
 
 
+def test_attention_that_does_not_repeat_itself_is_captured_too(monkeypatch):
+    """Unless deterministic algorithms are asked for, what comes after its backward may differ."""
+
+    class Varying(Overwriting):
+        def record(self, run, device):
+            replay, result = super().record(run, device)
+
+            def varying():
+                replay()
+                if not isinstance(result, tuple):  # the last is made of all that attention is given
+                    result[-1].mul_(1.01)
+
+            return varying, result
+
+    monkeypatch.setattr(UnkindGraphs, "recorder", Varying)
+    before = torch.are_deterministic_algorithms_enabled()
+    for deterministic in (True, False):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            ours = model(layers=1)
+            graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+            for seed in range(3):
+                gradients(ours, data(seed))
+        finally:
+            torch.use_deterministic_algorithms(before)
+        assert graphs.captured == (0 if deterministic else 1), graphs.reasons
+
+
 def test_a_failed_capture_is_told_and_not_tried_again(monkeypatch):
     def record(self, run, device):
         raise RuntimeError("not while capturing\nand more about it")
