@@ -63,7 +63,8 @@ FEATURES: dict[str, dict[str, str]] = {
         "training of all weights": "loss and gradients, where eager repeats itself",
         "training of LoRA": "",
         "training of DoRA": "",
-        "gradient checkpointing": "",
+        "training with graphs": "`graphs=True`: forward and backward of each block are replayed",
+        "gradient checkpointing": "without graphs",
         "autocast": "blocks that train run as without injection",
     },
     "Language models": {

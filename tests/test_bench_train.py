@@ -1,6 +1,7 @@
 """`kernelwright bench train`: times of a step, and which gradients and losses are eager's."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -71,6 +72,36 @@ def test_exact_gradients_that_are_not_eagers_have_no_time(monkeypatch):
     assert eager["ms"] > 0
     assert exact["failed"].endswith("gradients are not eager's, lm_head.weight the first by name")
     assert "ms" not in exact
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_graphs_are_columns_that_say_why_there_are_none():
+    result = invoke(*LLAMA, "--config", "compile+graphs,exact+graphs", "--no-error", "--json")
+    assert result.exit_code == 0, result.output
+    compiled, exact = json.loads(result.stdout)
+    assert compiled["failed"] == "CUDA graphs need a GPU"
+    assert exact["ms"] > 0
+    assert exact["gradients_equal"] == exact["gradients"]
+    (line,) = [line for line in exact["graphs"] if "while gradients are recorded" in line]
+    assert "inputs on cpu" in line
+    assert {"compile+graphs", "exact+graphs", "fused+graphs"} < set(training.DEFAULT)
+
+
+def test_torch_compile_has_its_own_graphs_where_a_model_is_trained(monkeypatch):
+    asked, begun = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+
+    def compiled(model, **how):
+        asked.append(how)
+        return lambda **inputs: inputs
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with ExitStack() as stack:
+        run, _ = configs.configured(nn.Linear(2, 2), "compile+graphs", stack, trains=True)
+        assert run(x=1) == {"x": 1}
+    assert asked == [{"mode": "reduce-overhead"}]
+    assert begun == [1]
 
 
 def test_losses_are_counted_up_to_the_first_that_differs():

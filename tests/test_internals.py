@@ -78,6 +78,17 @@ def test_tracing():
     assert not internals.in_jit_trace()
 
 
+def test_what_a_backward_is_about():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append((internals.in_backward(), internals.keeps_graph())))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [(True, True), (True, False)]
+    assert not internals.in_backward()
+
+
 def test_autocast():
     assert not internals.any_autocast()
     with torch.autocast("cpu", torch.bfloat16):

@@ -72,7 +72,7 @@ def measurements() -> Iterator[Measurement]:
         command = (*model, name, "--config", "eager,exact+graphs", *quick)
         yield Measurement(f"full-depth/{name}", command, 60)
     for name, what in TRAINED.items():
-        yield Measurement(f"training/{name}", ("bench", "train", *what), 90)
+        yield Measurement(f"training/{name}", ("bench", "train", *what), 150)
     generate = ("bench", "generate", "llama-3-8b", "--new", "48")
     yield Measurement("generation/llama-3-8b", generate, 120)
     yield Measurement("generation/llama-3-8b-8", (*generate, "--batch", "8"), 120)

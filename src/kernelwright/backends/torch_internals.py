@@ -143,6 +143,20 @@ def saves_through_hooks() -> bool:
     return _saving_hooks(True) is not None
 
 
+_backward_task: Callable[[], int] = _named("torch._C._current_graph_task_id")
+_keeps_graph: Callable[[], bool] = _named("torch._C._autograd._get_current_graph_task_keep_graph")
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward: checkpointing runs forwards there."""
+    return _backward_task() != -1
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward may run again (`retain_graph=True`)."""
+    return _keeps_graph()
+
+
 def only_default_devices() -> bool:
     """Whether every torch function mode around this call is a default device."""
     from torch.utils._device import DeviceContext

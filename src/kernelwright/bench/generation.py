@@ -128,7 +128,7 @@ def _measure(
         if report is not None:
             row["replaced"] = report.replaced
             row["problems"] = report.to_dict()["problems"]
-            row["graphs"] = [g.describe() for g in report.graphs]
+            row["graphs"] = report.graph_lines
         _fresh()
         first, each = _seconds(generation, cache, compiles, seconds)
         row |= {"ms": 1e3 * each, "first_token_ms": 1e3 * first}

@@ -124,7 +124,7 @@ def _measure(
         if report is not None:
             row["replaced"] = report.replaced
             row["problems"] = report.to_dict()["problems"]
-            row["graphs"] = [g.describe() for g in report.graphs]
+            row["graphs"] = report.graph_lines
         _fresh()
         row["ms"] = milliseconds(loop, seconds)
         return row | _memory("steady_")

@@ -170,7 +170,7 @@ def _measure(
             row["replaced"] = report.replaced
             row["sites"] = report.sites
             row["problems"] = report.to_dict()["problems"]
-            row["graphs"] = [g.describe() for g in report.graphs]
+            row["graphs"] = report.graph_lines
         # a peer's copy of the model stands beside the model
         own = "torchao" not in config.split("+")
         row |= _memory() if own else {}

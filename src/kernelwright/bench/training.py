@@ -43,9 +43,14 @@ from .training_setup import (
 )
 
 CONFIGS = (*configs.CONFIGS, "liger")
-DEFAULT = ("eager", "compile", "exact", "fused", "liger")
+DEFAULT = (
+    *("eager", "compile", "compile+graphs", "exact", "exact+graphs", "fused", "fused+graphs"),
+    "liger",
+)
 # AdamW's; large enough that twenty losses differ, small enough that none is infinite
 RATE = 1e-4
+# steps before the timed ones: the graphs of deterministic algorithms give way to others after eight
+WARM_UP = 12
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,7 @@ def _measure(
                 run: Any = model
                 report = None
             else:
-                run, report = configs.configured(model, config, stack)
+                run, report = configs.configured(model, config, stack, trains=True)
         except (ValueError, CannotRun) as no:
             raise Unavailable(str(no)) from None
         stack.enter_context(attention(setup.attention))
@@ -229,7 +234,7 @@ def _measure(
         if report is not None:
             row["replaced"] = report.replaced
             row["problems"] = report.to_dict()["problems"]
-            row["graphs"] = [g.describe() for g in report.graphs]
+            row["graphs"] = report.graph_lines
         _check(config, row, repeated - same)
         del got
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -239,7 +244,10 @@ def _measure(
                 p.grad = None
             loss_of(run).backward()
 
-        step()  # compiles, plans and captures for PyTorch's defaults
+        for _ in range(WARM_UP if "graphs" in config else 1):
+            step()  # compiles, plans and captures for PyTorch's defaults
+        if report is not None:
+            row["graphs"] = report.graph_lines
         _fresh()
         row["ms"] = milliseconds(step, seconds)
         return row | _memory()

@@ -12,7 +12,7 @@ from .command_line import spaced, split
 from .one_line_errors import one_line_errors
 from .wide_tables import show
 
-DEFAULT = "eager,compile,exact,fused,liger"
+DEFAULT = "eager,compile,compile+graphs,exact,exact+graphs,fused,fused+graphs,liger"
 
 
 def train(
@@ -40,8 +40,8 @@ def train(
         str,
         typer.Option(
             show_default=spaced(DEFAULT),
-            help="What to compare, comma-separated: eager, compile, liger; exact or fused, alone, "
-            "with +graphs or with +compile.",
+            help="What to compare, comma-separated: eager, liger, compile alone or with +graphs; "
+            "exact or fused, alone, with +graphs or with +compile.",
         ),
     ] = DEFAULT,
     steps: Annotated[

@@ -49,7 +49,7 @@ def inject(
             once where eager rounds after every step; its error against a float32 run is not above
             eager's. "fp8" is "fused" with FP8 GEMMs in the blocks; its error is larger.
         graphs: replay the denoiser and the text encoders of a pipeline, or the model given, as CUDA
-            graphs.
+            graphs; while gradients are recorded, forward and backward of each of its blocks.
         only, skip: names of components ("vae"), classes ("LTXAttention") or modules
             ("transformer_blocks.0.*"); one or several.
         verify: in "fused", check every module at every new shape; otherwise one module of each

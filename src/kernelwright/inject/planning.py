@@ -233,9 +233,12 @@ class _Plan:
         if not self.options.graphs or not (part.denoises or wanted):
             return None
         from .graphs.graphs import Graphs
+        from .training.graphs import TrainingGraphs
 
         graphs = Graphs(name=part.name)
         self.report.graphs.append(graphs)
+        if part.denoises:
+            graphs.of_blocks = self.training.graphs = TrainingGraphs(graphs.recorder, part.name)
         self.injection.has_graphs = True
         return graphs
 

@@ -2,8 +2,9 @@
 
 "strict", "strict_pointwise" and "strict_reduction" are the numerics of torch.compile that are to be
 closer to eager's, from torch 2.15 on. "compile+graphs" is torch.compile with its whole forward as
-one CUDA graph. "autotune" is its mode "max-autotune", which times variants of every GEMM and takes
-minutes to compile. "fa4" is the extra `attention`. A configuration without "fa4" in its name
+one CUDA graph; where a model is trained, with Inductor's own graphs of forward and backward (mode
+"reduce-overhead"). "autotune" is its mode "max-autotune", which times variants of every GEMM and
+takes minutes to compile. "fa4" is the extra `attention`. A configuration without "fa4" in its name
 runs as if the extra were not installed, so that a name means the same on every machine. "torchao"
 is a copy of the model with torchao's float8 layers, quantised by row when they run, in place of
 those that the tier "fp8" quantises.
@@ -60,9 +61,10 @@ STRICT = ("strict", "strict_pointwise", "strict_reduction")
 
 
 def configured(
-    model: nn.Module, config: str, stack: ExitStack
+    model: nn.Module, config: str, stack: ExitStack, trains: bool = False
 ) -> tuple[Callable[..., Any], Report | None]:
-    """The callable for `model` in this configuration, until `stack` closes, and inject's report."""
+    """The callable for `model` in this configuration, until `stack` closes, and inject's report.
+    `trains`: whether gradients are recorded."""
     parts = config.split("+")
     report = None
     if "fa4" not in parts:
@@ -76,8 +78,13 @@ def configured(
         model = _with_torchao(model)
     if "compile" not in parts:
         return model, report
-    run = _compiled(model, stack, parts)
-    return (_captured(run) if tier is None and "graphs" in parts else run), report
+    if tier is not None or "graphs" not in parts:
+        return _compiled(model, stack, parts), report
+    if not torch.cuda.is_available():
+        raise CannotRun("CUDA graphs need a GPU")
+    if trains:
+        return _step_by_step(_compiled(model, stack, parts, own_graphs=True)), report
+    return _captured(_compiled(model, stack, parts)), report
 
 
 def tier_of(config: str) -> str | None:
@@ -105,13 +112,17 @@ def _with_torchao(model: nn.Module) -> nn.Module:
     return twin
 
 
-def _compiled(model: Any, stack: ExitStack, parts: Sequence[str] = ()) -> Callable[..., Any]:
+def _compiled(
+    model: Any, stack: ExitStack, parts: Sequence[str] = (), own_graphs: bool = False
+) -> Callable[..., Any]:
     """Compile block by block where the library names the blocks, as diffusers recommends."""
     strict = next((part for part in parts if part in STRICT), None)
     if strict is not None and not has_compile_option("numerics"):
         raise CannotRun(f"torch.compile of torch {torch.__version__} has no numerics {strict!r}")
     how: dict[str, Any] = {} if strict is None else {"options": {"numerics": strict}}
-    if "autotune" in parts:  # without its own graphs, which copy every input of every block
+    if own_graphs:
+        how["mode"] = "max-autotune" if "autotune" in parts else "reduce-overhead"
+    elif "autotune" in parts:  # without its own graphs, which copy every input of every block
         how["mode"] = "max-autotune-no-cudagraphs"
     torch.compiler.reset()
     repeated = repeated_blocks(model)
@@ -132,8 +143,6 @@ def _compiled(model: Any, stack: ExitStack, parts: Sequence[str] = ()) -> Callab
 def _captured(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` as one CUDA graph, at least as fast as torch.compile's own graphs (mode
     "reduce-overhead"): inputs are not copied, and blocks that were compiled apart share a graph."""
-    if not torch.cuda.is_available():
-        raise CannotRun("CUDA graphs need a GPU")
     graph, kept = torch.cuda.CUDAGraph(), dict[str, Any]()
 
     def replay(**inputs: Any) -> Any:
@@ -148,3 +157,14 @@ def _captured(run: Callable[..., Any]) -> Callable[..., Any]:
         return kept["result"]
 
     return replay
+
+
+def _step_by_step(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, telling Inductor's graphs that each call begins a step: they may overwrite what the
+    one before has left."""
+
+    def step(**inputs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return run(**inputs)
+
+    return step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.torch_internals import pytree
+from ...backends.torch_internals import pytree, unowned_storage
 
 PLAIN_TYPES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 TENSOR_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -51,7 +51,8 @@ class Results:
 
     Tensors that share memory share it in the copy too. If the forward returns an input, or a view
     of one, the caller gets their own tensor, or a view of it; a weight is returned as it is, and so
-    is a cache of keys and values that is an input.
+    is a cache of keys and values that is an input. Without `owned` the memory of the results is not
+    kept from graphs that are captured later: it has to be copied before one of those is replayed.
     """
 
     def __init__(
@@ -60,14 +61,17 @@ class Results:
         inputs: Sequence[Tensor],
         weights: Sequence[Tensor],
         caches: Sequence[Any] = (),
+        owned: bool = True,
     ) -> None:
         self._inputs = inputs
         leaves, self._structure = pytree.tree_flatten(result, is_leaf=is_leaf)
+        of_inputs = {_storage(t): i for i, t in enumerate(inputs) if t.numel()}
+        of_weights = {_storage(w) for w in weights if w.numel()}
+        if not owned:
+            leaves = _unowned(leaves, {*of_inputs, *of_weights})
         places = {id(cache): CachePlace(i) for i, cache in enumerate(caches)}
         self._places = list(places.values())
         self._leaves = [places.get(id(leaf), leaf) for leaf in leaves]
-        of_inputs = {_storage(t): i for i, t in enumerate(inputs) if t.numel()}
-        of_weights = {_storage(w) for w in weights if w.numel()}
         self._views: list[tuple[Tensor, int]] = []
         groups: dict[Any, list[Tensor]] = {}
         known = (*PLAIN_TYPES, CachePlace)
@@ -165,6 +169,18 @@ def _view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
     """A tensor with the layout of `like`, `offset` elements into the storage of `memory`."""
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
     return empty.set_(memory.untyped_storage(), offset, like.shape, like.stride())
+
+
+def _unowned(leaves: Sequence[Any], others: set[int]) -> list[Any]:
+    """The same, with tensors that do not own their memory, unless it is that of others."""
+    new: dict[int, Any] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.numel() and _storage(leaf) not in others:
+            memory = leaf.untyped_storage()
+            seen = unowned_storage(memory.data_ptr(), leaf.device, memory.nbytes())
+            empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+            new[id(leaf)] = empty.set_(seen, _offset(leaf), leaf.shape, leaf.stride())
+    return [new.get(id(leaf), leaf) for leaf in leaves]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

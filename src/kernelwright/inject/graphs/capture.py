@@ -144,7 +144,7 @@ class Captured:
                 raise Refusal(NOTHING_READ)
         versions = [t._version for t in memory]
         self._replay_prompt_graph: Callable[[], None] | None = None
-        with _keeping() as (self._kept, self._dependencies), _autocast_without_cache(device):
+        with keeping() as (self._kept, self._dependencies), _autocast_without_cache(device):
             if prompt_graph.sources:
                 self._replay_prompt_graph, _ = recorder.record(recompute, device)
             self._replay, result = recorder.record(run, device)
@@ -240,7 +240,8 @@ def recording() -> Iterator[None]:
 
 
 @contextmanager
-def _keeping() -> Iterator[tuple[list[Any], list[Tensor]]]:
+def keeping() -> Iterator[tuple[list[Any], list[Tensor]]]:
+    """For the time of a capture: cached values that it reads, and what they were computed from."""
     kept: list[Any] = []
     dependencies: list[Tensor] = []
     _running.kept, _running.dependencies = kept, dependencies

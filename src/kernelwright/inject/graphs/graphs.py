@@ -12,12 +12,13 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from ..runtime.gradients import gives_gradients, records_gradients
 from ..runtime.random_draws import generator_states
 from ..runtime.sites import equal
 from .assumptions import Assumptions
@@ -25,15 +26,21 @@ from .buffers import Refusal
 from .capture import DRAWS, NOTHING_READ, Captured, capturing, keep, relocations
 from .key import Call, check_surroundings, listed
 from .kv_caches import DEPENDS_ON_LENGTH
-from .recorder import CudaRecorder, Recorder
+from .recorder import CudaRecorder, Recorder, capture_lock
 
 __all__ = ["Graphs", "capturing", "keep"]
 
 FAILURES_REMEMBERED = 64
 WEIGHTS_CHANGED = "weights were written to"
 
-# PyTorch captures one graph at a time in a process
-_capture_lock = threading.RLock()
+
+class BlockGraphs(Protocol):
+    """The graphs of a model's blocks while gradients are recorded."""
+
+    asked: bool  # whether the model has run so
+
+    def describe(self) -> str:
+        """One line for a report, empty if it has not."""
 
 
 class Graphs:
@@ -41,7 +48,8 @@ class Graphs:
 
     Up to `limit` graphs are kept; the least recently used is dropped first. A copy of a model that
     shares this object gets graphs of its own; a copy of this object starts empty. `name` is the
-    name of the model in its pipeline.
+    name of the model in its pipeline. A call of which autograd keeps a record runs as it is:
+    `of_blocks` has the graphs of its blocks.
     """
 
     recorder: ClassVar[type[Recorder]] = CudaRecorder
@@ -52,6 +60,7 @@ class Graphs:
         self.limit = limit
         self.name = name
         self.reasons: dict[str, int] = {}
+        self.of_blocks: BlockGraphs | None = None
         self._recorder = self.recorder()
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
 
@@ -67,6 +76,9 @@ class Graphs:
     ) -> Any:
         """The result of `forward(model, *args, **kwargs)`, from a graph where possible."""
         if torch.compiler.is_compiling():
+            return forward(model, *args, **kwargs)
+        if self.of_blocks is not None and _records_gradients(model, args, kwargs):
+            self.of_blocks.asked = True
             return forward(model, *args, **kwargs)
         try:
             replayed, result = self._replay(model, forward, args, kwargs)
@@ -89,7 +101,7 @@ class Graphs:
 
     def clear(self) -> None:
         """Drop every graph."""
-        with _capture_lock:
+        with capture_lock:
             self._models.clear()
             self._recorder.release()
 
@@ -108,6 +120,10 @@ class Graphs:
         why = reasons[0][0] if len(reasons) == 1 else ", ".join(f"{r} ({n})" for r, n in reasons)
         return f"{line}; {_counted(sum(self.reasons.values()), 'call')} ran without one: {why}"
 
+    def describe_training(self) -> str:
+        """One line about the graphs of blocks, empty if no gradients were recorded."""
+        return "" if self.of_blocks is None else self.of_blocks.describe()
+
     def _count(self, reason: str) -> None:
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
@@ -119,7 +135,7 @@ class Graphs:
         call = Call(args, kwargs, self._recorder.device_type)
         if capturing() or self._recorder.busy():
             raise Refusal("inside another capture")
-        with _capture_lock:
+        with capture_lock:
             replayed, result = self._replay_then_check(model, call)
             if replayed:
                 return True, result
@@ -212,14 +228,14 @@ class Graphs:
     def _renew_assumptions(self, model: nn.Module) -> None:
         """Accept the new addresses of weights that were packed during a forward, unless a graph
         reads the old ones."""
-        with _capture_lock:
+        with capture_lock:
             known = self._models.get(model)
             if known is not None and not known.graphs:
                 known.assumptions = Assumptions(model)
 
     def _forget_warm_calls(self, model: nn.Module) -> None:
         """Do not capture the call that just ran: it, or another thread, drew random numbers."""
-        with _capture_lock:
+        with capture_lock:
             known = self._models.get(model)
             if known is not None and known.warm:
                 self._count(DRAWS)
@@ -321,6 +337,14 @@ class _Model:
             weights = self.assumptions.weights()
             if any(t.requires_grad for t in (*call.tensors, *weights)):
                 raise Refusal("gradients are recorded")
+
+
+def _records_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return gives_gradients(args, kwargs) or records_gradients(
+        m._parameters for m in model.modules()
+    )
 
 
 def _counted(number: int, noun: str) -> str:

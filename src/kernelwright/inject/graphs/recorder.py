@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -10,6 +11,8 @@ import torch
 
 from ...backends import torch_internals
 
+# PyTorch captures one graph at a time in a process
+capture_lock = threading.RLock()
 # other threads may allocate while one captures
 ERROR_MODE = "thread_local"
 

@@ -93,6 +93,12 @@ class Record:
             for (kind, how), n in found
         ]
 
+    @property
+    def graph_lines(self) -> list[str]:
+        """How many graphs there are, and which calls ran without one, with reasons."""
+        lines = [line for g in self.graphs for line in (g.describe(), g.describe_training())]
+        return list(filter(None, lines))
+
     def count(self, kind: str, component: str | None = None) -> int:
         """How many modules of this class were replaced, in one component or in all."""
         return sum(
@@ -122,5 +128,5 @@ class Record:
             ],
             "compared": len(self.findings),
             "products": [str(decision) for decision in algorithms.decisions()],
-            "graphs": [g.describe() for g in self.graphs],
+            "graphs": self.graph_lines,
         }

@@ -45,8 +45,7 @@ def render(report: Record) -> Iterator[Any]:
         yield f"! {where}: not compared with eager: {finding.unchecked}"
     if algorithms.decisions():
         yield f"In this process {algorithms.describe()}."
-    for graphs in report.graphs:
-        yield graphs.describe()
+    yield from report.graph_lines
 
 
 def fate(replaced_by: str | None, left_alone: str | None) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
 
+from ...backends.torch_internals import keeps_graph
 from ...fuser import planning
 from ...fuser.joint_recording import Call, Joint, differentiate
 from ...fuser.launching import Kernels
@@ -20,8 +22,11 @@ from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.recording import Path, Recording
 from ...fuser.running import Executable
+from ...fuser.views import packet
 from ..reuse.program_sites import ProgramSites
 from ..runtime.sites import EMPTY, eagerly, mode, set_mode
+from .block_graph import Graphed, Use
+from .graphs import TrainingGraphs
 
 # class, shape, strides, dtype and device of the gradient of each result, None where it has none
 Layouts = tuple[Any, ...]
@@ -112,6 +117,22 @@ class BlockPrograms:
     def kernels(self) -> int:
         return self.forward.programs + self.backward.programs
 
+    @cached_property
+    def repeats(self) -> list[bool]:
+        """Of each contribution, whether it has the same bits every time: unless deterministic
+        algorithms are asked for, the backward of attention adds in any order. Programs that were
+        recorded with them are never used without them."""
+        graph = self.parted.backward.graph
+        (output,) = graph.find_nodes(op="output")
+        if torch.are_deterministic_algorithms_enabled():
+            return [True] * len(output.args[0])
+        varying: set[fx.Node] = set()
+        for node in graph.nodes:
+            attends = node.op == "call_function" and "attention" in str(packet(node))
+            if attends or any(n in varying for n in node.all_input_nodes):
+                varying.add(node)
+        return [node not in varying for node in output.args[0]]
+
     def run_forward(
         self, inputs: Sequence[Tensor], run: Executable | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -145,6 +166,8 @@ class BoundBlock:
     # told of gradients that are not as those that the backward was recorded with
     surprised: Callable[[Layouts], None]
     off: dict[str, str] = field(default_factory=dict)  # programs that run PyTorch's ops, and why
+    graphs: TrainingGraphs | None = None  # those of the model, if its user wants any
+    graphed: Graphed = field(default_factory=Graphed)
 
     def __str__(self) -> str:
         programs = self.programs
@@ -168,6 +191,28 @@ class BoundBlock:
             for i in range(joint.results)
         ]
         return joint.returns(results)
+
+    @property
+    def weights(self) -> int:
+        return len(self.places)
+
+    @property
+    def layouts(self) -> Layouts:
+        return self.programs.layouts
+
+    @property
+    def repeats(self) -> list[bool]:
+        return self.programs.repeats
+
+    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        with _mode_of(self):
+            return self.programs.run_forward(inputs)
+
+    def run_backward(
+        self, inputs: Sequence[Tensor], kept: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        with _mode_of(self):
+            return self.programs.run_backward(inputs, kept, gradients)
 
     def by_autograd(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -198,10 +243,16 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundBlock, inputs: list[Tensor], *slots: Tensor) -> Any:
         programs = bound.programs
-        with _mode_of(bound):
-            results, kept = programs.run_forward(inputs)
-        ctx.bound, ctx.given = bound, len(inputs)
-        ctx.save_for_backward(*inputs, *kept)
+        replayed = None if bound.graphs is None else bound.graphs.forward(bound, inputs)
+        if replayed is None:
+            results, kept = bound.run_forward(inputs)
+            ctx.use, ctx.given = None, len(inputs)
+            ctx.save_for_backward(*inputs, *kept)
+        else:
+            results, ctx.use = replayed
+            # the graph has all others; these are saved so that writing to one is noticed
+            ctx.save_for_backward(*inputs[: bound.weights])
+        ctx.bound = bound
         ctx.set_materialize_grads(False)
         fixed = [
             t
@@ -221,16 +272,50 @@ class _Node(torch.autograd.Function):
                 f"inject(..., skip={bound.programs.kind!r})"
             )
         saved = ctx.saved_tensors
-        inputs, kept = saved[: ctx.given], saved[ctx.given :]
         whole: list[Tensor | None] = [None] * bound.programs.joint.results
         for i, gradient in zip(bound.programs.parted.results, gradients, strict=True):
             whole[i] = gradient
-        layouts = layouts_of(whole)
-        if layouts != bound.programs.layouts:
-            bound.surprised(layouts)
-            return (None, None, *bound.by_autograd(inputs, whole))
-        with _mode_of(bound):
-            return (None, None, *bound.programs.run_backward(inputs, kept, whole))
+        if ctx.use is None:
+            inputs, kept = saved[: ctx.given], saved[ctx.given :]
+            return (None, None, *_contributions(bound, inputs, kept, whole))
+        found = _from_graph(bound, ctx.use, saved, whole)
+        if not keeps_graph():
+            ctx.use.done = True
+        return (None, None, *found)
+
+
+def _contributions(
+    bound: BoundBlock,
+    inputs: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+) -> Sequence[Tensor | None]:
+    layouts = layouts_of(gradients)
+    if layouts != bound.programs.layouts:
+        bound.surprised(layouts)
+        return bound.by_autograd(inputs, gradients)
+    bound.graphed.backward_ran = True
+    return bound.run_backward(inputs, kept, gradients)
+
+
+def _from_graph(
+    bound: BoundBlock, use: Use, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """The contributions of a forward that ran as a graph."""
+    if use.done:
+        raise RuntimeError(
+            f"{bound.programs.kind}: backward through a graph a second time; pass "
+            f"retain_graph=True to the first"
+        )
+    if layouts_of(gradients) == bound.programs.layouts:
+        assert bound.graphs is not None
+        found = bound.graphs.backward(use, weights, gradients)
+        if found is not None:
+            return found
+    graph = use.graph
+    with graph.exclusive():
+        inputs = [*weights, *graph.inputs]
+        return graph.apart(_contributions(bound, inputs, graph.kept, gradients))
 
 
 def _mode_of(bound: BoundBlock) -> Any:

@@ -41,6 +41,7 @@ from ..state.switches import switches
 from ..verify.findings import EAGER, NO_BACKWARD, Findings
 from ..verify.running import run_eager
 from .block_programs import BlockPrograms, BoundBlock, Layouts, layouts_of
+from .graphs import TrainingGraphs
 from .trial import Trial
 
 # gradients of another layout than expected, after which a block runs as without injection
@@ -73,6 +74,7 @@ class _Block:
     parameters: list[dict[str, Any]]  # of the modules in it, as they hold them
     serial: int = 0  # of the state of the model in which it was last found unchanged
     left_alone: int = 0  # for how many more calls
+    why_left_alone: str = ""
     seen: dict[Any, _Seen] = field(default_factory=dict)
 
     @staticmethod
@@ -87,6 +89,7 @@ class Training:
     findings: Findings
     fell_back: Counter[tuple[str, str]]
     kinds: tuple[type[nn.Module], ...] = ()  # classes of blocks
+    graphs: TrainingGraphs | None = None
     _known: WeakKeyDictionary[nn.Module, _Block] = field(default_factory=WeakKeyDictionary)
     _shared: dict[Any, BlockPrograms | str] = field(default_factory=dict)
 
@@ -94,10 +97,13 @@ class Training:
         """The result of a call of which autograd keeps a record."""
         if why := self._why_not_now(module, args, kwargs):
             self.findings.gradients[type(module).__name__, why] = 1
+            if why != NO_BACKWARD:
+                self._without_graph(why)
             return run_eager(module, eager, args, kwargs)
         known = self._known.get(module)
         if known is not None and known.left_alone > 0:
             known.left_alone -= 1
+            self._without_graph(known.why_left_alone)
             return run_eager(module, eager, args, kwargs)
         seen = self._seen(module, args, kwargs)
         found = seen.bound.get(seen.layouts)
@@ -107,13 +113,21 @@ class Training:
             found = seen.bound[seen.layouts] = self._bind(module, args, kwargs, seen)
             self.findings.gradients[type(module).__name__, str(found)] += 1
         if isinstance(found, str):
-            self._known[module].left_alone = LEFT_ALONE
+            left = self._known[module]
+            left.left_alone, left.why_left_alone = LEFT_ALONE, found
+            self._without_graph(found)
             return run_eager(module, eager, args, kwargs)
         if seen.surprises > MAX_SURPRISES:
             why = f"{EAGER}: gradients of another layout at every step"
             self.findings.gradients[type(module).__name__, why] = 1
+            self._without_graph(why)
             return run_eager(module, eager, args, kwargs)
         return found(args, kwargs)
+
+    def _without_graph(self, why: str) -> None:
+        """Note that a block, which runs its own forward, has no graph."""
+        if self.graphs is not None:
+            self.graphs.refuse(why)
 
     def _why_not_now(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
         if not isinstance(module, self.kinds):
@@ -131,6 +145,8 @@ class Training:
         if known is None or not (
             (unchanged and serial == known.serial) or known.state.holds(module)
         ):
+            if known is not None and self.graphs is not None:
+                self.graphs.forget(module)
             known = self._known[module] = _Block.of(module)
         known.serial = serial
         outside = model_run.active.switches
@@ -219,7 +235,7 @@ class Training:
                 return f"{EAGER}: {few}"
         places, paths = places_of(module, call.names), paths_of((args, kwargs))
         surprised = partial(seen.surprised, fixed)
-        bound = BoundBlock(shared, ref(module), call, places, paths, surprised)
+        bound = BoundBlock(shared, ref(module), call, places, paths, surprised, graphs=self.graphs)
         problem = trial.problem(bound)
         return bound if problem is None else f"{EAGER}: {problem}"
 

@@ -19,8 +19,9 @@ from ...fuser.joint_recording import (
 )
 from ...fuser.recording import copied
 from ...fuser.views import packet
-from ..runtime.sites import DIFFERS, equal, informative, set_mode
+from ..runtime.sites import DIFFERS, equal, set_mode
 from .block_programs import BoundBlock, Layouts
+from .random_numbers import Numbers
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Trial:
         values = [t.detach() if i < count else copied(t.detach()) for i, t in enumerate(tensors)]
         if not rehearsed:
             rehearse_forward(twin, call, values)
-        draw = _Numbers()
+        draw = Numbers()
         values = list(map(draw.instead_of_zeros, values))
         gradients: list[Tensor | None] = []
         differentiable: list[int] = []
@@ -139,34 +140,3 @@ class _Noting(fx.Interpreter):
         if "attention" in str(packet(n)):
             self.known[n.name] = result
         return result
-
-
-class _Numbers:
-    """Random numbers of generators of their own: nobody else's draws are affected."""
-
-    def __init__(self) -> None:
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def instead_of_zeros(self, t: Tensor) -> Tensor:
-        if not t.is_floating_point() or informative(t):
-            return t
-        return self._like(t.shape, t.stride(), t.dtype, t.device)
-
-    def gradient(self, like: Any) -> Tensor | None:
-        """A gradient for a result, or of a layout."""
-        if like is None:
-            return None
-        if isinstance(like, Tensor):
-            like = torch.empty_like(like)
-            return self._like(like.shape, like.stride(), like.dtype, like.device)
-        _, shape, strides, dtype, device = like
-        return self._like(shape, strides, dtype, device)
-
-    def _like(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(0)
-        own = [1 if s == 0 else n for n, s in zip(shape, strides, strict=True)]
-        made = torch.empty_strided(own, strides, dtype=dtype, device=device)
-        return made.normal_(generator=self._generators[device]).expand(shape)

@@ -1,0 +1,249 @@
+"""Forward and backward of one block as two graphs, and the memory that they share.
+
+The forward leaves what the backward needs in memory of its graph, so it must not run again before
+that has been read: a `Use` stands for one forward whose backward may still come. Weights are read
+where they lie; inputs are copied in, results and gradients are copied out.
+
+Forwards are captured in one memory pool and backwards in another. A backward leaves nothing in its
+pool. A forward may write to memory that a forward captured *later* keeps values in: what was freed
+after one capture is used by the next. `order` numbers the captures, for whoever replays them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.torch_internals import convolution_switches, float32_switches, gemm_switches
+from ..graphs.buffers import InputBuffer, Refusal, Results, alignment
+from ..graphs.capture import keeping, recording
+from ..graphs.recorder import Recorder
+from ..runtime.sites import equal
+
+OTHER_BITS = "its graph gives other bits than its programs"
+
+
+class Use:
+    """What a forward has left in the memory of its graph, until its backward is done or the node of
+    autograd that holds this is gone."""
+
+    __slots__ = ("__weakref__", "done", "graph", "order", "token")
+
+    def __init__(self, graph: BlockGraph, token: int) -> None:
+        self.graph, self.order, self.token = graph, graph.order, token
+        self.done = False
+
+
+class SharedBuffer:
+    """Memory for an input of graphs. Blocks that are given the same tensor in one forward of their
+    model, such as rotary tables, share it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._buffer = InputBuffer(like)
+        self._source: ref[Tensor] | None = None
+        self._version = self._token = 0
+        self.uses: WeakSet[Use] = WeakSet()
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._buffer.tensor
+
+    def holds(self, given: Tensor, token: int) -> bool:
+        """Whether it was filled with this tensor in the forward of the model that is running. Only
+        then: between two forwards a tensor may be written to unnoticed."""
+        return (
+            token != 0
+            and self._token == token
+            and self._source is not None
+            and self._source() is given
+            and self._version == given._version
+        )
+
+    def needed(self) -> list[Use]:
+        """The forwards whose backward may still read it."""
+        return [use for use in self.uses if not use.done]
+
+    def fill(self, given: Tensor, token: int) -> None:
+        self._source = None
+        self._buffer.fill(given)
+        self._source, self._version, self._token = ref(given), given._version, token
+
+
+@dataclass(eq=False)
+class Graphed:
+    """What is known about the graph of a block for inputs of one layout."""
+
+    graph: BlockGraph | None = None
+    backward_ran: bool = False  # with gradients of the expected layout
+    captures: int = 0
+    unused: int = 0  # calls of the block with another layout since the graph was used
+    refused: str | None = None  # why there never is one
+
+
+class Block(Protocol):
+    """A block whose forward and backward are functions of tensors alone."""
+
+    module: ref[nn.Module]
+    graphed: Graphed
+
+    @property
+    def weights(self) -> int:
+        """How many of the inputs are weights: the first ones."""
+
+    @property
+    def layouts(self) -> Sequence[Any]:
+        """Of the gradients of its results: class, shape, strides, dtype and device, or None."""
+
+    @property
+    def repeats(self) -> Sequence[bool]:
+        """Of each contribution, whether it has the same bits every time."""
+
+    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Results, and what is kept for the backward."""
+
+    def run_backward(
+        self, inputs: Sequence[Tensor], kept: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The contributions to the gradients of the inputs."""
+
+
+class BlockGraph:
+    """Forward and backward of a block, captured for weights at their addresses and inputs of one
+    layout."""
+
+    def __init__(
+        self,
+        block: Block,
+        inputs: Sequence[Tensor],
+        buffers: Sequence[SharedBuffer],  # filled with those that are not weights
+        gradients: Sequence[InputBuffer | None],  # filled with random numbers
+        recorders: tuple[Recorder, Recorder],
+        order: int,
+    ) -> None:
+        """Captures both, and compares them with running them. Refused if they differ."""
+        weights, given = inputs[: block.weights], inputs[block.weights :]
+        self.order = order
+        self.device = given[0].device
+        self.buffers = buffers
+        self._gradients = [b for b in gradients if b is not None]
+        self._recorders = recorders
+        self._stream = recorders[0].stream()
+        self._addresses, self._alignments = addresses(weights), list(map(alignment, given))
+        self._switches = _switches()
+        self._use: Callable[[], Use | None] = lambda: None
+        static = self.inputs
+        random = [None if b is None else b.tensor for b in gradients]
+
+        def forward() -> tuple[list[Tensor], list[Tensor]]:
+            with recording():
+                return block.run_forward([*weights, *static])
+
+        def backward() -> list[Tensor]:
+            with recording():
+                return block.run_backward([*weights, *static], self.kept, random)
+
+        # outside of a capture first: whatever is loaded or chosen at the first call is there then
+        results, kept = block.run_forward(inputs)
+        contributions = block.run_backward(inputs, kept, random)
+        del kept
+        with keeping() as (self._alive, _):
+            self._replay_forward, (made, self.kept) = recorders[0].record(forward, self.device)
+        self._results = Results(made, static, weights, owned=False)
+        del made
+        self._replay_forward()
+        with keeping() as (self._alive_backward, _):
+            self._replay_backward, found = recorders[1].record(backward, self.device)
+        self._contributions = Results(found, [b.tensor for b in self._gradients], (), owned=False)
+        del found
+        if not equal(results, self._results.copies(given)):
+            raise Refusal(OTHER_BITS)
+        self._replay_backward()
+        again = self._contributions.copies([t for t in random if t is not None])
+        for ours, theirs, same in zip(again, contributions, block.repeats, strict=True):
+            if same and not equal(ours, theirs):
+                raise Refusal(OTHER_BITS)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The memory that inputs are copied to."""
+        return [buffer.tensor for buffer in self.buffers]
+
+    def pending(self) -> bool:
+        """Whether the backward of its last forward may still come."""
+        use = self._use()
+        return use is not None and not use.done
+
+    def reads(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these are the weights at the addresses that it reads."""
+        return addresses(weights) == self._addresses
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether inputs begin where a kernel would be chosen as at capture."""
+        return list(map(alignment, given)) == self._alignments
+
+    def forward(self, given: Sequence[Tensor], token: int) -> tuple[list[Tensor], Use]:
+        """The results for inputs, of which those that buffers do not hold yet are copied in."""
+        use = Use(self, token)
+        with self.exclusive():
+            for buffer, tensor in zip(self.buffers, given, strict=True):
+                if not buffer.holds(tensor, token):
+                    buffer.fill(tensor, token)
+                buffer.uses.add(use)
+            self._use = ref(use)
+            self._replay_forward()
+            return self._results.copies(given), use
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The contributions of the last forward, for these gradients of its results."""
+        with self.exclusive():
+            for buffer, gradient in zip(self._gradients, gradients, strict=True):
+                buffer.fill(gradient)
+            self._replay_backward()
+            return self._contributions.copies(gradients)
+
+    def why_not_backward(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> str | None:
+        """Why the captured backward does not compute what its programs would now, or None."""
+        if not self.reads(weights):
+            return "weights were moved between forward and backward"
+        if self._switches != _switches():
+            return "a switch of PyTorch was changed between forward and backward"
+        at = [alignment(b.tensor) for b in self._gradients]
+        if list(map(alignment, gradients)) != at:
+            return "a gradient that begins at another alignment"
+        return None
+
+    def apart(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same, copied where they lie in memory that the next forward writes to."""
+        own = {t.untyped_storage().data_ptr() for t in (*self.kept, *self.inputs) if t.numel()}
+        return [
+            t.clone() if t is not None and t.untyped_storage().data_ptr() in own else t
+            for t in tensors
+        ]
+
+    def exclusive(self) -> Any:
+        """A context for work on the memory of graphs."""
+        stack = ExitStack()
+        for recorder in self._recorders:
+            stack.enter_context(recorder.exclusive(self.device))
+        stream = self._recorders[0].stream()
+        if stream != self._stream:
+            for tensor in (*self.inputs, *(b.tensor for b in self._gradients)):
+                tensor.record_stream(stream)
+        return stack
+
+
+def addresses(weights: Sequence[Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, weights))
+
+
+def _switches() -> tuple[Any, ...]:
+    """What decides, with its operands, which kernel a GEMM or a convolution runs."""
+    return gemm_switches(), float32_switches(), convolution_switches()

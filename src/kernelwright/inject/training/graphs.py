@@ -1,0 +1,249 @@
+"""CUDA graphs of blocks while gradients are recorded: when a graph may be used, and which.
+
+A block that runs as programs, and whose backward has run once, is captured at its next call; later
+calls with the same layout, weights at the same addresses and an unchanged block are replayed. A
+call whose replay would overwrite what a backward still needs runs its programs without a graph, and
+so does every call for which a replay could be wrong. The reasons are counted.
+
+A block has one graph at a time, since the graph keeps the block's activations in memory. Inputs of
+another layout get it once the old one has not been used for PATIENCE calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.torch_internals import any_autocast, in_backward, saves_through_hooks
+from ..graphs.buffers import InputBuffer, Refusal
+from ..graphs.capture import capturing
+from ..graphs.host_reads import reading
+from ..graphs.recorder import Recorder, capture_lock
+from ..runtime import model_run
+from .block_graph import Block, BlockGraph, Graphed, SharedBuffer, Use
+from .random_numbers import Numbers
+
+# calls of a block with another layout, after which its graph gives way to one for that
+PATIENCE = 8
+# captures of a block for one layout: what makes its graph invalid so often will go on doing so
+MAX_CAPTURES = 4
+
+WAITS = "its last forward still waits for its backward"
+SHARED = "an input that another forward's backward still needs"
+ORDER = "its blocks ran in another order before"
+MOVED = "its weights were moved"
+ALIGNMENT = "an input that begins at another alignment"
+ANOTHER = "inputs of another layout have its graph"
+CHECKPOINTED = "what is kept for the backward goes through hooks (gradient checkpointing, offload)"
+RECOMPUTED = "it runs inside a backward (gradient checkpointing)"
+DISTRIBUTED = "torch.distributed is in use (DDP, FSDP)"
+CAPTURED = "inside another capture"
+
+
+class TrainingGraphs:
+    """The graphs of the blocks of one model. `recorder` makes what captures and replays."""
+
+    def __init__(self, recorder: type[Recorder], name: str = "") -> None:
+        self.name = name
+        self.reasons: Counter[str] = Counter()
+        self.asked = False  # whether the model has run while gradients were recorded
+        self.replays = 0
+        # of forwards and of backwards: see block_graph
+        self.recorders = recorder(), recorder()
+        self._lock = threading.RLock()
+        self._orders = count(1)
+        self._owners: WeakKeyDictionary[nn.Module, Graphed] = WeakKeyDictionary()
+        self._uses: WeakSet[Use] = WeakSet()
+        self._buffers: WeakSet[SharedBuffer] = WeakSet()
+        self._gradients: dict[Any, InputBuffer] = {}
+
+    @property
+    def captured(self) -> int:
+        """How many blocks have a graph of their forward and one of their backward."""
+        return len(self._owners)
+
+    def describe(self) -> str:
+        """A line for a report; empty if gradients were never recorded."""
+        if not self.asked and not self.reasons and not self.captured:
+            return ""
+        blocks = f"{self.captured} block{'s' * (self.captured != 1)}"
+        line = f"{self.name}: " * bool(self.name) + "while gradients are recorded: "
+        line += f"graphs of forward and backward for {blocks}"
+        if self.reasons:
+            why = ", ".join(f"{r} ({n})" for r, n in self.reasons.most_common())
+            return f"{line}; calls of blocks that ran without one: {why}"
+        return line if self.captured or self.replays else f"{line}: none has run twice as programs"
+
+    def refuse(self, reason: str) -> None:
+        """Count a call of a block that ran without a graph."""
+        self.reasons[reason] += 1
+
+    def forget(self, module: nn.Module) -> None:
+        """Drop the graph of a block: the block has changed."""
+        with self._lock:
+            if (found := self._owners.pop(module, None)) is not None:
+                found.graph = None
+
+    def forward(self, block: Block, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Use] | None:
+        """Results from a graph, and what stands for the values that its backward needs; None if
+        the call has to run without a graph."""
+        try:
+            _check_surroundings(self.recorders[0], inputs[block.weights :])
+            with self._lock:
+                return self._forward(block, inputs)
+        except Refusal as reason:
+            self.refuse(str(reason))
+            return None
+
+    def backward(
+        self, use: Use, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor] | None:
+        """The contributions of a forward that ran as a graph, from its second graph; None if the
+        backward has to run without one."""
+        given = [g for g in gradients if g is not None]
+        why = use.graph.why_not_backward(weights, given)
+        if capturing() or self.recorders[1].busy():
+            why = CAPTURED
+        elif any_autocast():
+            why = "autocast around the backward"
+        if why is not None:
+            self.refuse(why)
+            return None
+        with self._lock:
+            return use.graph.backward(given)
+
+    def _forward(self, block: Block, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Use] | None:
+        weights, given = inputs[: block.weights], inputs[block.weights :]
+        token = model_run.active.token
+        graph = block.graphed.graph
+        if graph is None:
+            if not block.graphed.backward_ran:
+                return None
+            graph = self._captured(block, inputs, token)
+        elif graph.pending():
+            raise Refusal(WAITS)
+        elif not graph.reads(weights):
+            self._drop(block, MOVED)
+        elif not graph.fits(given):
+            raise Refusal(ALIGNMENT)
+        else:
+            self._check_memory(block, graph, given, token)
+        block.graphed.unused = 0
+        self.replays += 1
+        results, use = graph.forward(given, token)
+        self._uses.add(use)
+        return results, use
+
+    def _check_memory(
+        self, block: Block, graph: BlockGraph, given: Sequence[Tensor], token: int
+    ) -> None:
+        """Refuse a replay that would write to what a backward still needs. Where another forward of
+        the model needs it, the graph is used again later; where this one does, it never fits."""
+        later = [use for use in self._uses if not use.done and use.order > graph.order]
+        if any(use.token != token for use in later):
+            raise Refusal(WAITS)
+        if later:
+            self._drop(block, ORDER)
+        for buffer, tensor in zip(graph.buffers, given, strict=True):
+            if buffer.holds(tensor, token):
+                continue
+            needed = buffer.needed()
+            if any(use.token != token for use in needed):
+                raise Refusal(SHARED)
+            if needed:
+                self._drop(block, SHARED)
+
+    def _drop(self, block: Block, why: str) -> NoReturn:
+        """Drop a graph that is no longer valid; the next call is captured again."""
+        found = block.graphed
+        found.graph = None
+        if (module := block.module()) is not None:
+            self._owners.pop(module, None)
+        if found.captures >= MAX_CAPTURES:
+            found.refused = f"{why}, at every capture"
+        raise Refusal(why)
+
+    def _captured(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
+        found, module = block.graphed, block.module()
+        if found.refused is not None:
+            raise Refusal(found.refused)
+        owner = None if module is None else self._owners.get(module)
+        if owner is not None and owner is not found:
+            owner.unused += 1
+            if owner.unused < PATIENCE:
+                raise Refusal(ANOTHER)
+            owner.graph, owner.captures = None, 0
+        try:
+            graph = self._capture(block, inputs, token)
+        except Refusal as no:
+            found.refused = str(no)
+        except torch.OutOfMemoryError:
+            found.refused = "not enough memory for its graphs"
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            found.refused = f"capture failed: {line}"
+        if found.refused is not None:
+            raise Refusal(found.refused)
+        found.graph = graph
+        if module is not None:
+            self._owners[module] = found
+        return graph
+
+    def _capture(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
+        given, devices = inputs[block.weights :], {t.device for t in inputs}
+        if not given:
+            raise Refusal("no tensor among the inputs")
+        if len(devices) != 1:
+            raise Refusal(f"weights and inputs on {' and '.join(sorted(map(str, devices)))}")
+        block.graphed.captures += 1
+        with capture_lock, self.recorders[0].exclusive(given[0].device):
+            buffers = [self._buffer(t, token) for t in given]
+            gradients = self._random_gradients(block)
+            order = next(self._orders)
+            return BlockGraph(block, inputs, buffers, gradients, self.recorders, order)
+
+    def _buffer(self, given: Tensor, token: int) -> SharedBuffer:
+        """A buffer that holds an input: one of another block that has it already, or a new one."""
+        found = next((b for b in self._buffers if b.holds(given, token)), None)
+        if found is None:
+            found = SharedBuffer(given)
+            found.fill(given, token)
+            self._buffers.add(found)
+        return found
+
+    def _random_gradients(self, block: Block) -> list[InputBuffer | None]:
+        """Memory for the gradients of a block's results, which blocks of one layout share: it is
+        filled just before a backward is replayed."""
+        draw, found = Numbers(), list[InputBuffer | None]()
+        for number, layout in enumerate(block.layouts):
+            random = draw.gradient(layout)
+            if random is None:
+                found.append(None)
+                continue
+            key = number, layout
+            if key not in self._gradients:
+                self._gradients[key] = InputBuffer(random)
+            self._gradients[key].fill(random)
+            found.append(self._gradients[key])
+        return found
+
+
+def _check_surroundings(recorder: Recorder, given: Sequence[Tensor]) -> None:
+    """Refuse where a replay cannot keep what a backward needs, or cannot run at all."""
+    if elsewhere := {t.device.type for t in given} - {recorder.device_type}:
+        raise Refusal(f"inputs on {' and '.join(sorted(elsewhere))}")
+    if capturing() or reading() or recorder.busy():
+        raise Refusal(CAPTURED)
+    if in_backward():
+        raise Refusal(RECOMPUTED)
+    if saves_through_hooks():
+        raise Refusal(CHECKPOINTED)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise Refusal(DISTRIBUTED)

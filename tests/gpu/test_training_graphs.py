@@ -1,0 +1,334 @@
+"""CUDA graphs of blocks while gradients are recorded: eager's bits, whatever happens in between."""
+
+import pytest
+import torch
+from inject.trained import data, differing, drawn, gradients, model, preset, steps, twice, with_lora
+from torch import nn
+
+import kernelwright as kw
+from kernelwright import models
+from kernelwright.inject.training import graphs as reasons
+
+pytest.importorskip("diffusers")
+
+
+@pytest.fixture(autouse=True)
+def repeatable(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def batch(seed=0, dtype=torch.float32):
+    given = data(seed, dtype)
+    return {n: t.detach().cuda().requires_grad_(t.requires_grad) for n, t in given.items()}
+
+
+def pair(trained=None, calls=4, dtype=torch.float32):
+    """An eager model, an injected copy whose blocks have graphs, and those graphs."""
+    eager, ours = twice((trained or model()).to("cuda", dtype))
+    graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+    for seed in range(calls):
+        same(eager, ours, batch(seed, dtype))
+    return eager, ours, graphs
+
+
+def same(eager, ours, inputs, **how):
+    expected = gradients(eager, inputs, **how)
+    assert differing(gradients(ours, inputs, **how), expected) == []
+
+
+def replays(monkeypatch, run):
+    """How many CUDA graphs a function replays."""
+    found, usual = [], torch.cuda.CUDAGraph.replay
+    with monkeypatch.context() as context:
+        context.setattr(
+            torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(1), usual(graph))[1]
+        )
+        run()
+    return len(found)
+
+
+def grads(trained):
+    return {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}
+
+
+def loss_of(trained, inputs):
+    return trained(**inputs).float().square().mean()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["ltx-video", "flux-dev", "wan-1.3b", "qwen-image", "llama-3-8b"])
+def test_steps_of_presets_end_in_eagers_weights(name, lora):
+    eager, ours = twice(preset(name, lora, torch.bfloat16).cuda())
+    inputs = models.inputs(name, tiny=True, dtype=torch.bfloat16, device="cuda")
+    expected = gradients(eager, inputs)
+    if differing(gradients(eager, inputs), expected):
+        pytest.skip("eager does not repeat itself")
+    report = kw.inject(ours, graphs=True)
+    assert torch.equal(steps(ours, inputs, 8), steps(eager, inputs, 8))
+    assert differing(ours.state_dict(), eager.state_dict()) == []
+    graphs = report.graphs[0].of_blocks
+    assert graphs.captured > 0, report.graph_lines
+    assert graphs.reasons == {}, report.graph_lines
+    assert graphs.replays >= 5 * graphs.captured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_forward_and_backward_are_replayed(monkeypatch, dtype):
+    eager, ours, graphs = pair(dtype=dtype)
+    assert (graphs.captured, graphs.reasons) == (2, {})
+    inputs = batch(7, dtype)
+    expected = gradients(eager, inputs)
+    assert replays(monkeypatch, lambda: gradients(ours, inputs)) == 4
+    assert differing(gradients(ours, inputs), expected) == []
+
+
+def test_attention_that_does_not_repeat_itself_is_captured_too():
+    torch.use_deterministic_algorithms(False)
+    name = "ltx-video"
+    ours = preset(name, True, torch.bfloat16).cuda()
+    inputs = models.inputs(name, tiny=True, dtype=torch.bfloat16, device="cuda")
+    report = kw.inject(ours, graphs=True)
+    for _ in range(4):
+        gradients(ours, inputs)
+    assert report.graphs[0].of_blocks.captured > 0, report.graph_lines
+    assert report.graphs[0].of_blocks.reasons == {}, report.graph_lines
+
+
+def test_gradients_and_results_are_not_changed_by_later_steps():
+    eager, ours, _ = pair()
+    found = [[], []]
+    for kept, m in zip(found, (eager, ours), strict=True):
+        m.last = nn.Identity()
+        for seed in range(4):
+            m.zero_grad(set_to_none=True)
+            result = m(**batch(seed))
+            result.square().mean().backward()
+            kept += [result.detach(), *grads(m).values()]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_accumulated(to_none):
+    eager, ours, graphs = pair()
+    for _ in range(2):
+        for m in (eager, ours):
+            m.zero_grad(set_to_none=to_none)
+            for seed in range(3):
+                loss_of(m, batch(seed)).backward()
+        assert differing(grads(ours), grads(eager)) == []
+    assert graphs.reasons == {}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=["as run", "reversed", "summed"])
+def test_two_forwards_before_their_backwards(order):
+    eager, ours, graphs = pair()
+    for _ in range(2):
+        for m in (eager, ours):
+            m.zero_grad(set_to_none=True)
+            losses = [loss_of(m, batch(seed)) for seed in (5, 6)]
+            if order is None:
+                sum(losses).backward()
+            else:
+                for i in order:
+                    losses[i].backward()
+        assert differing(grads(ours), grads(eager)) == []
+    assert graphs.reasons == {reasons.WAITS: 4}
+    same(eager, ours, batch())
+
+
+def test_a_graph_that_is_retained_is_not_overwritten():
+    eager, ours, graphs = pair()
+    for m in (eager, ours):
+        m.zero_grad(set_to_none=True)
+        loss = loss_of(m, batch())
+        loss.backward(retain_graph=True)
+        loss_of(m, batch(3)).backward()
+        loss.backward()
+    assert differing(grads(ours), grads(eager)) == []
+    assert graphs.reasons == {reasons.WAITS: 2}
+
+
+def test_the_first_block_is_done_before_the_second():
+    eager, ours, graphs = pair()
+    found = []
+    for m in (eager, ours):
+        kept = []
+        hook = m.blocks[0].register_forward_hook(lambda *given, kept=kept: kept.append(given[-1]))
+        loss = loss_of(m, batch())
+        hook.remove()
+        weights = [list(block.parameters()) for block in m.blocks]
+        both = sum(t.square().sum() for t in kept.pop())
+        first = torch.autograd.grad(both, weights[0])
+        other = loss_of(m, batch(7))
+        second = torch.autograd.grad(loss, weights[1])
+        third = torch.autograd.grad(other, weights[0])
+        found.append([*first, *second, *third])
+    assert all(map(torch.equal, *found))
+    assert graphs.reasons == {reasons.WAITS: 2}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_runs_without_graphs_and_says_so(reentrant):
+    trained = model()
+    trained.checkpointing = reentrant
+    _, _, graphs = pair(trained)
+    assert graphs.captured == 0
+    assert "gradient checkpointing" in graphs.describe()
+
+
+def test_blocks_get_new_graphs_where_weights_are_moved():
+    eager, ours, graphs = pair(model(layers=3))
+    weight = ours.blocks[0].up.weight
+    weight.data = weight.data.clone()
+    for seed in range(4):
+        same(eager, ours, batch(seed))
+    assert graphs.reasons == {reasons.MOVED: 1, reasons.ORDER: 2}
+    assert graphs.captured == 3
+
+
+def test_weights_that_are_moved_before_the_backward():
+    eager, ours, graphs = pair()
+    for m in (eager, ours):
+        m.zero_grad(set_to_none=True)
+        loss = loss_of(m, batch())
+        weight = m.blocks[1].up.weight
+        weight.data = weight.data.clone()
+        loss.backward()
+    assert differing(grads(ours), grads(eager)) == []
+    assert "weights were moved between forward and backward" in graphs.reasons
+
+
+def test_what_is_changed_between_steps_is_followed():
+    adapted = with_lora(model(), "q", "up", init_lora_weights=False)
+    eager, ours, _ = pair(adapted)
+    for change in (
+        lambda m: setattr(m.blocks[1], "factor", 0.5),
+        lambda m: m.blocks[0].up.scaling.update(default=3.0),
+        lambda m: m.blocks[1].attention.q.enable_adapters(False),
+        lambda m: m.blocks[0].requires_grad_(True),
+        lambda m: m.blocks[0].requires_grad_(False),
+        lambda m: m.blocks[1].up.register_forward_hook(lambda *given: given[-1] * 2),
+    ):
+        change(eager), change(ours)
+        for seed in range(3):
+            same(eager, ours, batch(seed))
+
+
+def test_inference_between_forward_and_backward():
+    """Graphs of the whole model are made and replayed while those of its blocks hold values."""
+    eager, ours, graphs = pair()
+    for seed in range(4):
+        results = []
+        for m in (eager, ours):
+            m.zero_grad(set_to_none=True)
+            loss = loss_of(m, batch(seed))
+            m.eval()
+            with torch.no_grad():
+                results.append(m(**batch(8)))
+            m.train()
+            loss.backward()
+        assert torch.equal(*results)
+        assert differing(grads(ours), grads(eager)) == []
+    assert graphs.captured == 2
+
+
+def test_autocast_and_a_scaled_loss():
+    eager, ours, graphs = pair()
+    with torch.autocast("cuda", torch.bfloat16):
+        same(eager, ours, batch())
+    assert any("autocast" in reason for reason in graphs.reasons)
+    for m in (eager, ours):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+        for seed in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(m, batch(seed))).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    assert differing(ours.state_dict(), eager.state_dict()) == []
+
+
+class Stop(Exception):
+    pass
+
+
+def stop(*given):
+    raise Stop
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_the_middle_leaves_nothing_behind(monkeypatch, where):
+    eager, ours, _ = pair()
+    if where == "forward":
+        hook = ours.blocks[1].register_forward_pre_hook(stop)
+    else:
+        hook = ours.blocks[0].up.weight.register_hook(stop)
+    with pytest.raises(Stop):
+        loss_of(ours, batch()).backward()
+    hook.remove()
+    for seed in range(3):
+        same(eager, ours, batch(seed))
+    assert replays(monkeypatch, lambda: gradients(ours, batch())) == 4
+
+
+def test_restore_between_forward_and_backward_frees_memory():
+    eager, ours, graphs = pair()
+    for m in (eager, ours):
+        m.zero_grad(set_to_none=True)
+        loss = loss_of(m, batch())
+        kw.restore(m)
+        loss.backward()
+    assert differing(grads(ours), grads(eager)) == []
+    del graphs, loss
+    same(eager, ours, batch())
+
+
+def test_steps_on_streams_in_turn():
+    eager, ours, graphs = pair()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for seed in range(6):
+        inputs = batch(seed)
+        expected = gradients(eager, inputs)
+        stream = streams[seed % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = gradients(ours, inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        assert differing(found, expected) == []
+    assert graphs.captured == 2
+
+
+def test_shapes_take_turns():
+    eager, ours, graphs = pair(model(layers=1))
+    for seed in range(2 * reasons.PATIENCE):
+        same(eager, ours, {**batch(seed), "x": drawn(2, 20, 8, seed=seed).cuda()})
+    for seed in range(3):
+        same(eager, ours, batch(seed))
+    assert graphs.captured == 1
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_no_more_memory_than_eager(lora):
+    built = models.build("ltx-video", layers=6, dtype=torch.bfloat16, device="cuda")
+    trained = with_lora(built, "to_q", "to_k", "to_v") if lora else built.requires_grad_(True)
+    inputs = models.inputs("ltx-video", dtype=torch.bfloat16, device="cuda", batch=1)
+
+    def peak(calls):
+        for _ in range(calls):
+            gradients(trained, inputs)
+        trained.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        gradients(trained, inputs)
+        return torch.cuda.max_memory_allocated()
+
+    usual = peak(2)
+    with kw.injected(trained, graphs=True) as report:
+        assert peak(5) <= usual
+        assert report.graphs[0].of_blocks.captured == 6, report.graph_lines
