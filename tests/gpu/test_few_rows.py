@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from declared import DTYPES
 from inject.language import model_of, words
 from numerics import hold_case
 
@@ -14,7 +13,7 @@ from kernelwright.ops.few_rows import FP8_LINEAR_FEW_ROWS, LINEAR_FEW_ROWS
 
 pytestmark = pytest.mark.gpu
 OPS = [LINEAR_FEW_ROWS, FP8_LINEAR_FEW_ROWS]
-HALF = [d for d in DTYPES if d.itemsize == 2]
+HALF = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

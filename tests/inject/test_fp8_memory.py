@@ -332,3 +332,18 @@ class TestDropped:
     def test_other_values_are_refused(self, model):
         with pytest.raises(ValueError, match="keep is 'disk', expected one of"):
             kw.inject(model, numerics="fp8", keep="disk")
+
+
+def test_projections_are_fused_from_weights_that_are_back():
+    """Of weights on the CPU, diffusers would make a layer on the CPU."""
+    how = {"tiny": True, "dtype": torch.float32}
+    model, inputs = models.build("sd3.5-medium", **how), models.inputs("sd3.5-medium", **how)
+    kw.inject(model, numerics="fp8")
+    run(model, inputs)
+    attention = model.transformer_blocks[0].attn
+    assert is_at_rest(attention.to_k.weight)
+    model.fuse_qkv_projections()
+    assert not is_at_rest(attention.to_k.weight)
+    assert torch.equal(attention.to_qkv.weight[: len(attention.to_q.weight)], attention.to_q.weight)
+    kw.restore(model)
+    assert "fuse_projections" not in vars(attention)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..fuser.block_calls import blocks
 from ..library_internals import keep_from_compiling
+from .fp8.fetching import fetch_before_fusing
 from .fp8.layers import DOES, Fp8Layers, check_device, unfit
 from .fp8.resting import KEEP, Resting
 from .fusions import Fusions
@@ -78,8 +79,12 @@ class Injection:
         for module, forward in self.forwards:
             if (found := module()) is not None:
                 forwards.install(found, forward)
-        if self.has_graphs and (model := self.root()) is not None:
+        if (model := self.root()) is None:
+            return
+        if self.has_graphs:
             keep_from_compiling(model)
+        if self.fp8_layers is not None and self.fp8_layers.resting.keep != "gpu":
+            fetch_before_fusing(model)
 
     def add(self, module: nn.Module, forward: Forward) -> None:
         self.forwards.append((ref(module), forward))

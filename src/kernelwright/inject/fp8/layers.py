@@ -35,6 +35,7 @@ from ..verify.first_sight import Checker
 from .activations import Makers, rows_of
 from .attention import Fp8Attention
 from .compiled import FP8_LINEAR, LayersByWeight, number
+from .fetching import fuse_as_they_lie
 from .few_rows import activated, of_few_rows
 from .resting import Resting
 from .weights import Pack, Quantised, quantise
@@ -411,6 +412,7 @@ def restore_weights(root: nn.Module, what: str) -> None:
         eight.resting.refuse_dropped(layers, what)
     for eight, layers in found.items():
         eight.resting.bring_back(layers)
+    fuse_as_they_lie(root)
 
 
 def place(root: nn.Module, device: torch.device, eight: Fp8Layers | None) -> None:

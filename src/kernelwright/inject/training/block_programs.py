@@ -119,16 +119,16 @@ class BlockPrograms:
 
     @cached_property
     def repeats(self) -> list[bool]:
-        """Of each contribution, whether it has the same bits every time: unless deterministic
-        algorithms are asked for, the backward of attention adds in any order. Programs that were
-        recorded with them are never used without them."""
+        """Of each contribution, whether it has the same bits every time: the backward of attention
+        adds in any order, except flash's where deterministic algorithms are asked for. Programs
+        that were recorded with them are never used without them."""
         graph = self.parted.backward.graph
         (output,) = graph.find_nodes(op="output")
-        if torch.are_deterministic_algorithms_enabled():
-            return [True] * len(output.args[0])
+        fixed = "flash" if torch.are_deterministic_algorithms_enabled() else "none"
         varying: set[fx.Node] = set()
         for node in graph.nodes:
-            attends = node.op == "call_function" and "attention" in str(packet(node))
+            name = str(packet(node)) if node.op == "call_function" else ""
+            attends = "attention" in name and fixed not in name
             if attends or any(n in varying for n in node.all_input_nodes):
                 varying.add(node)
         return [node not in varying for node in output.args[0]]

@@ -19,6 +19,8 @@ from . import reference
 from .reference import ACTIVATIONS, DTYPE
 
 MULTIPLE = 16  # tensor cores need both sizes of a weight to be multiples of it
+# cuBLASLt of CUDA 13.0 has no kernel for some products of fewer rows: 24 of 6144 with 1536 outputs
+FEWEST = 64
 
 
 def quantize(
@@ -56,16 +58,26 @@ def product(
     in float32 where `problem` returns a reason."""
     if not rows.numel() or problem(rows.device, dtype, weight.shape, bias):
         return reference.product(rows, scale, weight, weight_scale, bias, dtype)
+    flat, scales = rows.view(-1, rows.shape[-1]), scale.view(-1, 1)
+    count = len(flat)
+    if count < FEWEST:
+        flat, scales = _padded(flat), _padded(scales)
     out = scaled_mm(
-        rows.view(-1, rows.shape[-1]),
+        flat,
         weight.t(),
-        scale_a=scale.view(-1, 1),
+        scale_a=scales,
         scale_b=weight_scale.view(1, -1),
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=True,
     )
-    return out.view(*rows.shape[:-1], -1)
+    return out[:count].view(*rows.shape[:-1], -1)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """The rows, and then zeros up to FEWEST."""
+    bits = rows.view(torch.uint8)  # zeros of any dtype
+    return torch.cat([bits, bits.new_zeros(FEWEST - len(bits), bits.shape[1])]).view(rows.dtype)
 
 
 def problem(
