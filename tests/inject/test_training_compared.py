@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 import kernelwright as kw
-from inject.trained import Attention, data, differing, gradients, model, twice
+from inject.trained import Attention, data, differing, gradients, model, twice, with_lora
 from kernelwright.inject.reuse.program_sites import ProgramSites
+from kernelwright.inject.training import blocks
 from kernelwright.inject.training.block_programs import BlockPrograms
 
 
@@ -82,3 +83,16 @@ def test_attention_that_does_not_repeat_itself(monkeypatch):
     lines = [line for line in report.gradients if line.startswith("Block")]
     assert lines
     assert all("recorded: forward" in line for line in lines)
+
+
+def test_blocks_with_adapters_share_recordings(monkeypatch):
+    """peft keeps the name of each layer in it; the first block has an input without a gradient."""
+    pytest.importorskip("peft")
+    recorded, usual = [], blocks.record_joint
+    monkeypatch.setattr(blocks, "record_joint", lambda *a: (recorded.append(1), usual(*a))[1])
+    eager, ours = twice(with_lora(model(layers=4), "q", "v", "up"))
+    kw.inject(ours)
+    inputs = {name: t.detach() for name, t in data().items()}
+    for _ in range(2):
+        assert differing(gradients(ours, inputs), gradients(eager, inputs)) == []
+    assert len(recorded) == 2

@@ -25,7 +25,9 @@ def structure_of(root: nn.Module, opaque: Collection[nn.Module] = ()) -> Any:
         if id(module) in inside:
             found.append((name, "opaque" if module in opaque else ""))
             continue
-        own = [(key, _described(value)) for key, value in vars(module).items() if _counts(key)]
+        own = [
+            (key, _described(value, name)) for key, value in vars(module).items() if _counts(key)
+        ]
         found.append((name, type(module), module.training, tuple(own), _weights(module)))
     return tuple(found)
 
@@ -34,14 +36,18 @@ def _counts(name: str) -> bool:
     return name not in COMMON and name not in POSITION and name not in HOOK_ATTRIBUTES
 
 
-def _described(value: Any) -> Any:
-    """What has to be the same: values where they compare, else the very object."""
+def _described(value: Any, name: str) -> Any:
+    """What has to be the same in a module of this name: values where they compare, else the very
+    object. The module's own name in the whole model tells layers apart, as an index does: peft
+    keeps it in the layers it puts adapters around."""
     if isinstance(value, Tensor):
         return _Same(value)
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_described, value))
+        return type(value), tuple([_described(v, name) for v in value])
     if isinstance(value, dict):
-        return dict, tuple((k, _described(v)) for k, v in value.items())
+        return dict, tuple((k, _described(v, name)) for k, v in value.items())
+    if isinstance(value, str) and name and value.endswith(f".{name}"):
+        return str, name
     if is_plain_value(value):
         return type(value), value
     if has_settings(value) and not hasattr(value, "to_dict"):  # a processor, not a config
