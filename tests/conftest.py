@@ -39,7 +39,7 @@ _frozen = 0
 
 def pytest_runtest_setup() -> None:
     """Benchmarks collect garbage before each configuration, and every time walk all that PyTorch
-    and diffusers define, for 0.3 s: take what modules define out of collections once it is there."""
+    and diffusers define, for 0.3 s: take that out of collections once it is there."""
     global _frozen
     if len(sys.modules) != _frozen and not torch.cuda.is_available():
         gc.collect()
