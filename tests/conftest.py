@@ -3,6 +3,7 @@ that last for one run."""
 
 import gc
 import os
+import sys
 import tempfile
 import warnings
 from functools import partial
@@ -15,8 +16,8 @@ from kernelwright.checking import conditions
 
 conditions.interpret_without_gpu()
 if not torch.cuda.is_available():
-    # a full collection walks all objects of PyTorch and diffusers, 0.2 s each time: 5% of all.
-    # on a GPU tests look at its memory, which garbage must not hold
+    # a full collection walks all objects that are alive. on a GPU tests look at its memory, which
+    # garbage must not hold
     gc.set_threshold(20_000, 20, 100)
     # PyTorch divides a product by its threads, so one of packed weights may have other bits with
     # two; and the workers of one run share the cores
@@ -31,6 +32,26 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["KERNELWRIGHT_CACHE"] = os.path.join(folder.name, "kernelwright")
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder.name, "triton")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder.name, "inductor")
+    # Inductor compiles and loads a program for each set of vector instructions that the CPU says it
+    # has, to see that g++ knows them: 9 s in each worker
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+
+
+_frozen = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Benchmarks collect garbage before each configuration, and every time walk all that PyTorch
+    and diffusers define, for 0.3 s: take that out of collections once it is there."""
+    global _frozen
+    if len(sys.modules) != _frozen and not torch.cuda.is_available():
+        gc.collect()
+        gc.freeze()
+        _frozen = len(sys.modules)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what Triton binds complains at exit about objects that were not collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

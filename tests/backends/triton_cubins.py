@@ -1,7 +1,6 @@
 """Compile the Triton kernels and print, as JSON, the assembler's report of each.
 
-python triton_cubins.py PART PARTS: the kernels are dealt out to PARTS processes. The report comes
-with TRITON_DUMP_PTXAS_LOG=1, and only for what is not in Triton's cache yet.
+The report comes with TRITON_DUMP_PTXAS_LOG=1, and only for what is not in Triton's cache yet.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+from chosen import largest_for_a_thread
 from planned import TARGETS, Kernel, kernels
 
 from kernelwright.ops.attention import custom_kernels, launch
@@ -48,7 +48,7 @@ def wanted(arch: str) -> list[Kernel]:
     if arch == "sm_90":
         found.append(attention(arch, half, keys=128))
         found += eight_bits(arch) + by_channel(arch) + attention_in_eight_bits(arch)
-    return list({signature(k): k for k in found}.values())
+    return largest_for_a_thread(found)
 
 
 def attention(arch: str, dtype: torch.dtype, keys: int) -> Kernel:
@@ -116,28 +116,16 @@ def planned(arch: str, op: Op, arguments: tuple[Any, ...]) -> Kernel:
     return Kernel(name, op.kernels.triton(call), call, torch.bfloat16, large=True)
 
 
-def signature(k: Kernel) -> tuple[object, ...]:
-    """What Triton compiles anew for."""
-    dtypes = tuple(getattr(k.call.get(n), "dtype", None) for n in k.launch.pointers)
-    return (
-        k.launch.kernel.__name__,
-        repr(sorted(k.launch.constants.items())),
-        k.launch.num_warps,
-        k.launch.alignment,
-        dtypes,
-    )
-
-
-def main(part: int, parts: int) -> None:
-    jobs = [(arch, k) for arch in ARCHITECTURES for k in wanted(arch)]
+def main() -> None:
     report = []
-    for arch, k in jobs[part::parts]:
+    for arch in ARCHITECTURES:
         major, minor = TARGETS[arch].capability
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            k.launch.cubin(k.call, 10 * major + minor)
-        report.append((f"{arch}: {k.name}", said.getvalue()))
+        for k in wanted(arch):
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                k.launch.cubin(k.call, 10 * major + minor)
+            report.append((f"{arch}: {k.name}", said.getvalue()))
     json.dump(report, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -167,8 +167,8 @@ def free_port():
             [*KINDS],
             marks=pytest.mark.compatibility("Ulysses context parallelism"),
         ),
-        pytest.param(share_weights, [*KINDS], marks=pytest.mark.compatibility("FSDP2")),
-        # DDP calls the model as it is
+        # FSDP2 and DDP know nothing of what a block computes, so one model with two kinds of block
+        pytest.param(share_weights, ["flux2-dev"], marks=pytest.mark.compatibility("FSDP2")),
         pytest.param(share_gradients, ["flux2-dev"], marks=pytest.mark.compatibility("DDP")),
     ],
     ids=["share_sequence", "share_weights", "share_gradients"],
