@@ -104,11 +104,9 @@ _lazily_compiled: Callable[..., Any] = _named("torch.fx._lazy_graph_module._use_
 @contextmanager
 def one_fake_mode(computing: bool = True) -> Iterator[None]:
     """make_fx keeps shape and strides of every result as a fake tensor, and makes a new mode for
-    each of them unless it finds one; and it compiles Python from its graph, which nobody runs.
-    `computing`: with real tensors, so that until the end of the recording the mode does nothing but
-    make those fake tensors, and makes one for all of a layout. That saves a seventh of the Python
-    calls of the first steps of a tiny FLUX that is trained.
-    """
+    each of them unless it finds one; and it compiles Python from its graph, which nobody runs: a
+    third of the time of recording a block. `computing`: with real tensors, so that until the end of
+    the recording the mode does nothing but make those fake tensors, one for all of a layout."""
     mode = _layouts() if computing else _fake_mode(allow_fallback_kernels=True)
     with _tracing(_context(mode)), _lazily_compiled(True):
         try:
