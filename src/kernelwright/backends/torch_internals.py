@@ -6,7 +6,6 @@ that names it. tests/test_internals.py calls each of them and fails first.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -98,51 +97,12 @@ _context: Callable[..., Any] = _named("torch._guards.TracingContext")
 _fake_mode: Callable[..., Any] = _named("torch._subclasses.FakeTensorMode")
 
 
-_lazily_compiled: Callable[..., Any] = _named("torch.fx._lazy_graph_module._use_lazy_graph_module")
-
-
 @contextmanager
-def one_fake_mode(computing: bool = True) -> Iterator[None]:
+def one_fake_mode() -> Iterator[None]:
     """make_fx keeps shape and strides of every result as a fake tensor, and makes a new mode for
-    each of them unless it finds one; and it compiles Python from its graph, which nobody runs: a
-    third of the time of recording a block. `computing`: with real tensors, so that until the end of
-    the recording the mode does nothing but make those fake tensors, one for all of a layout."""
-    mode = _layouts() if computing else _fake_mode(allow_fallback_kernels=True)
-    with _tracing(_context(mode)), _lazily_compiled(True):
-        try:
-            yield
-        finally:
-            mode.layouts = None
-
-
-@functools.cache
-def _layouts_class() -> Any:
-    class Layouts(_fake_mode):  # type: ignore[misc, valid-type]
-        layouts: dict[Any, Any] | None
-
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            usual = super().__torch_dispatch__
-            if self.layouts is None:
-                return usual(function, types, args, kwargs)
-            if function is torch.ops.aten.detach.default:
-                return args[0]  # PyTorch detaches a result that is not new
-            if function is not torch.ops.aten.empty_strided.default:
-                return usual(function, types, args, kwargs)
-            size, stride = args
-            layout = tuple(size), tuple(stride), *sorted((kwargs or {}).items())
-            if layout not in self.layouts:
-                self.layouts[layout] = usual(function, types, args, kwargs)
-            return self.layouts[layout]
-
-    return Layouts
-
-
-def _layouts() -> Any:
-    mode = _layouts_class()(allow_fallback_kernels=True)
-    mode.layouts = {}
-    return mode
+    each of them unless it finds one: a third of the time of recording a block."""
+    with _tracing(_context(_fake_mode(allow_fallback_kernels=True))):
+        yield
 
 
 _to_functional: Callable[..., Any] = _named("torch._to_functional_tensor")

@@ -211,7 +211,7 @@ def record_joint(
 
 def _traced(run: Callable[..., list[Tensor]], tensors: Sequence[Tensor], mode: str) -> Any:
     # make_fx patches nn.Module for all threads, and is not made for two at a time
-    with one_at_a_time, torch.no_grad(), one_fake_mode(computing=mode == "real"):
+    with one_at_a_time, torch.no_grad(), one_fake_mode():
         try:
             traced = make_fx(functional(run), tracing_mode=mode)(*tensors)
         except (CannotRecord, torch.OutOfMemoryError):

@@ -229,9 +229,8 @@ def record(
             if type(t) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
         _find_eps(tensors)
-        computing = tracing_mode == "real"
         try:
-            with torch.inference_mode(False), torch.no_grad(), one_fake_mode(computing):
+            with torch.inference_mode(False), torch.no_grad(), one_fake_mode():
                 parameters = {id(p) for p in twin.parameters()}
                 # not the parameters themselves: tracing leaves weak references to what it is given,
                 # and torch.utils.swap_tensors refuses tensors that have some
