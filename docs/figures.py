@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kernelwright.report import readme_tables
+from kernelwright.report import generation, readme_tables
 from kernelwright.report.figures import Device, Model, devices
 from kernelwright.report.markup import Html, joined, tag
 from kernelwright.report.png import COLOURS
@@ -203,6 +203,21 @@ def training(results: Path) -> str:
     for model in device.training:
         for row in model.rows:
             lines.append(f"| `{model.title}` | {' | '.join(figures(model, row))} |")
+    return "\n".join((*lines, "", _about(files)))
+
+
+def decoding(results: Path) -> str:
+    """Tokens per second of language models, once there are results of them."""
+    folder = results / "generation"
+    if not folder.exists():
+        return "None has been recorded yet."
+    files, device = _device(folder)
+    head = (*generation.HEAD, "tokens", "bits")
+    lines = [f"| generation | {' | '.join(head)} |", "|---|---|" + "---:|" * (len(head) - 1)]
+    for model in device.generation:
+        for row in model.rows:
+            cells = " | ".join(generation.figures(model, row))
+            lines.append(f"| `{model.title}` | {cells} |")
     return "\n".join((*lines, "", _about(files)))
 
 

@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "op-times": figures.op_times,
     "exactness": figures.exactness,
     "first-results": figures.first_results,
+    "decoding": figures.decoding,
     "generations": figures.generations,
     "training": figures.training,
     "goals": goals.goals,
