@@ -91,3 +91,18 @@ def test_gradients_and_hooks_keep_pytorchs_products(calls):
     assert seen
     shapes = [shape for _, shape, _ in calls]
     assert shapes.count((64, 96)) * 2 == shapes.count((192, 64))  # of the second layer alone
+
+
+def test_a_kernel_that_is_off_in_fp8_is_not_used(calls, monkeypatch):
+    usual = few_rows.FP8_LINEAR_FEW_ROWS.run
+    monkeypatch.setattr(few_rows.FP8_LINEAR_FEW_ROWS, "run", lambda *a: usual(*a) * 1.01)
+    model = model_of("Llama", torch.bfloat16, **WIDE)
+    given = {"batch": 1, "tokens": 2}
+    eager = logits(model, **given)
+    kw.inject(model, numerics="fp8")
+    logits(model, batch=2, tokens=40)
+    with pytest.warns(UserWarning, match="the kernel for few rows of an fp8 layer is off"):
+        logits(model, **given)
+    calls.clear()
+    assert accuracy.error(logits(model, **given), eager) < 0.074
+    assert not calls

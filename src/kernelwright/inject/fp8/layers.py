@@ -231,7 +231,7 @@ class Fp8Layers:
         plain = activation == "none" and up is None and left is None
         if kept.good and _is_short(x):
             given = x if plain else activated(x, activation, up, left)
-            y = of_few_rows(given, kept.weight, kept.scale, layer.bias)
+            y = of_few_rows(kept, given, layer.bias)
             if y is not None:
                 return y
         rows, scale = rows_of(x) if plain else fp8.quantize(x, up, activation, left)
@@ -251,7 +251,7 @@ class Fp8Layers:
             return None
         y = None
         if pack.is_good and _is_short(x):
-            y = of_few_rows(x, pack.weight, pack.scale, pack.bias)
+            y = of_few_rows(pack, x, pack.bias)
         if y is None:
             y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
         results = y.split_with_sizes([m.out_features for m in layers], -1)
@@ -272,7 +272,7 @@ class Fp8Layers:
             return None
         if layers[0].out_features != layers[1].out_features:
             return None
-        return of_few_rows(x, pack.weight, pack.scale, None, gated=True)
+        return of_few_rows(pack, x, None, gated=True)
 
     def _pack(self, layers: Sequence[Any], x: Tensor) -> Pack | None:
         """The weights of these layers in fp8, one after the other; None where some layer must run

@@ -23,6 +23,7 @@ class Quantised:
     weight: Tensor
     scale: Tensor
     good: bool | None = None
+    few: bool | None = None  # whether the kernel for few rows comes near, None until it was seen
 
     def is_of(self, layer: Any, samples: TensorSamples) -> bool:
         """Whether this is still the layer's weight, and nobody has written to it since."""
@@ -54,6 +55,7 @@ class Pack:
     scale: Tensor
     bias: Tensor | None
     biases: MadeFrom
+    few: bool | None = None  # as of a layer
 
     @staticmethod
     def of(layers: Sequence[Any], quantised: Iterable[Quantised], samples: TensorSamples) -> Pack:
