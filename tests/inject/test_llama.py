@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, programs_of, run, same
@@ -66,8 +67,9 @@ def test_a_preset_takes_part_with_every_layer(name):
 
 
 KIN = [
-    ("Qwen2", {"sliding_window": 4, **WINDOW}, WHOLE),
-    ("Mistral", {"sliding_window": 4}, WHOLE),
+    # a window is a mask: of one layer, and of both
+    ("Qwen2", {"sliding_window": 4, **WINDOW}, {**WHOLE, "mask made once": 1}),
+    ("Mistral", {"sliding_window": 4}, {**WHOLE, "mask made once": LAYERS}),
     ("Ministral", {}, WHOLE),
     ("Arcee", {}, {k: n for k, n in WHOLE.items() if k != "SwiGLU"}),
     ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}, WHOLE),
@@ -229,3 +231,24 @@ def test_one_sequence_and_one_position_for_all():
     check_exact(model_of("Qwen3", torch.bfloat16), words(batch=1))
     positions = torch.arange(7).flip(0)[None]
     check_exact(model_of("Qwen3", torch.bfloat16), words(position_ids=positions))
+
+
+def test_a_mask_of_truth_values_is_made_into_numbers_once(monkeypatch):
+    model = model_of("Llama", torch.bfloat16)
+    given = words(attention_mask=torch.tensor([[1] * 7, [0] * 3 + [1] * 4]))
+    with torch.no_grad():
+        eager = model(**given).logits
+        kw.inject(model)
+        model(**given)
+        seen, usual = [], F.scaled_dot_product_attention
+
+        def attend(*args, attn_mask=None, **how):
+            seen.append(attn_mask)
+            return usual(*args, attn_mask=attn_mask, **how)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+        model(**given)  # compares again, with the other attention
+        seen.clear()
+        assert torch.equal(model(**given).logits, eager)
+    assert {mask.dtype for mask in seen} == {torch.bfloat16}
+    assert len({id(mask) for mask in seen}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -193,6 +194,26 @@ class AttentionFusions(BaseFusions):
         if self.fp8_layers is not None and mask is None:
             y = self.fp8_layers.attention(query, key, value, in_16_bits)
         return (in_16_bits() if y is None else y).transpose(1, 2)
+
+    def masked(self, attend: Callable[[Part], Any], mask: Part, query: Tensor) -> Any:
+        """attend(mask) by PyTorch's attention. It adds zero or minus infinity for the truth values
+        of a mask, which each layer of a model would compute again: here they are computed once for
+        all layers of a forward."""
+        if mask is None or mask.dtype is not torch.bool or torch.compiler.is_compiling():
+            return attend(mask)
+        if not self.masks.is_allowed(mask):
+            return attend(mask)
+
+        def made() -> Tensor:
+            lowest = torch.full((), -math.inf, dtype=query.dtype, device=mask.device)
+            return torch.where(mask, 0.0, lowest)
+
+        return site(
+            "mask made once",
+            lambda: attend(mask),
+            lambda: attend(self.masks(mask, query.dtype, made)),
+            query,
+        )
 
     def sdpa(
         self,

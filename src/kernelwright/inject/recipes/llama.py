@@ -27,6 +27,9 @@ LAYER = "ecfc0010cf77"  # LlamaDecoderLayer
 MLP = "a63053b7956b"  # LlamaMLP
 LLAMA, MISTRAL, QWEN2, QWEN3 = "2fc5664d94ae", "741ad75452c4", "8a4b8238783c", "ede566726f97"
 SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
+SDPA = (
+    "transformers.integrations.sdpa_attention"  # the module of its F.scaled_dot_product_attention
+)
 ATTENTION = (LLAMA, MISTRAL, QWEN2, QWEN3)
 CHANGED = "its forward is not one the recipe was written for"
 
@@ -143,17 +146,25 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = interfaces.get_interface(self.config._attn_implementation, eager_attention)
-        rows, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **window(self),
-            **kwargs,
-        )
+
+        def attended(mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return attend(
+                self,
+                query,
+                key,
+                value,
+                mask,
+                dropout=self.attention_dropout if self.training else 0.0,
+                scaling=self.scaling,
+                **window(self),
+                **kwargs,
+            )
+
+        # a paged cache is written to in `attend`, which must not run twice then
+        if getattr(attend, "__module__", None) == SDPA and kwargs.get("cache") is None:
+            rows, weights = fuse.masked(attended, attention_mask, query)
+        else:
+            rows, weights = attended(attention_mask)
         return fuse.linear(self.o_proj, rows.reshape(*tokens, -1).contiguous()), weights
 
     return forward
