@@ -94,6 +94,7 @@ LINEAR_FEW_ROWS = Op(
     prefer=("cuda",),
     backends=("torch", "cuda"),
     internal=True,
+    category="GEMM",
 )
 
 FP8_LINEAR_FEW_ROWS = Op(
@@ -109,5 +110,6 @@ FP8_LINEAR_FEW_ROWS = Op(
     prefer=("cuda",),
     backends=("torch", "cuda"),
     internal=True,
+    category="GEMM",
     eight=("weight",),
 )
