@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..library_internals import let_compile
-from .fp8.layers import place, restore_weights
+from .fp8.whole_models import place, restore_weights
 from .identify.filters import Selection
 from .identify.targets import parts_of
 from .planning import NUMERICS, Injection, Options, plan

@@ -1,4 +1,5 @@
-"""The kernels of an op's folder: `triton.py` and `cuda.py`, each with a function `plan(call)`."""
+"""The kernels of an op's folder: `triton.py` and `cuda.py`, each with a function `plan(call)`, or
+one of another name where a folder has several ops."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ class FolderKernels:
     """`folder` is the op's package; each file is imported when its kernel is first needed."""
 
     folder: str
+    plan: str = "plan"
 
     def triton(self, call: Call) -> Launch:
-        return import_module(".triton", self.folder).plan(call)
+        return getattr(import_module(".triton", self.folder), self.plan)(call)
 
     def cuda(self, call: Call) -> Launch:
-        return import_module(".cuda", self.folder).plan(call)
+        return getattr(import_module(".cuda", self.folder), self.plan)(call)

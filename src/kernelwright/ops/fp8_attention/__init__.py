@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..folder_kernels import FolderKernels
 from ..fp8 import unsupported
 from ..fp8.reference import DTYPE
 from ..op import Op
@@ -130,21 +131,6 @@ def _check_attention(q8: Tensor, k8: Tensor, v8: Tensor, *rest: Any) -> None:
         raise ValueError(f"fp8_attention: keys is {keys}, k8 has {k8.shape[2]} rows")
 
 
-def _kernels(name: str) -> Any:
-    class Kernels:
-        """Imported when a kernel is first needed."""
-
-        def triton(self, call: Any) -> Any:
-            from . import triton
-
-            return getattr(triton, name)(call)
-
-        def cuda(self, call: Any) -> Any:
-            raise NotImplementedError
-
-    return Kernels()
-
-
 SIZED: Any = lambda inputs, rows, width, chain: {"key": inputs.normal(1, 1, rows, 128)}  # noqa: E731
 SHARED: dict[str, Any] = {
     "cases": (),
@@ -162,7 +148,7 @@ STATISTICS = Op(
     check=_check_statistics,
     allocate=_allocate_statistics,
     reference=reference.statistics,
-    kernels=_kernels("plan_statistics"),
+    kernels=FolderKernels(__name__, "plan_statistics"),
     outputs=("sums", "largest"),
     **SHARED,
 )
@@ -176,7 +162,7 @@ QUANTIZE_QKV = Op(
     check=_check_quantize,
     allocate=_allocate_eight,
     reference=reference.quantize,
-    kernels=_kernels("plan_quantize"),
+    kernels=FolderKernels(__name__, "plan_quantize"),
     outputs=("q8", "k8", "v8", "q_scale", "k_scale", "v_scale"),
     **SHARED,
 )
@@ -189,7 +175,7 @@ FP8_ATTENTION = Op(
     check=_check_attention,
     allocate=_allocate_out,
     reference=reference.attention,
-    kernels=_kernels("plan_attention"),
+    kernels=FolderKernels(__name__, "plan_attention"),
     outputs=("out",),
     eight=("q8", "k8", "v8"),
     **SHARED,

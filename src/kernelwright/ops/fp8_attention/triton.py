@@ -8,7 +8,6 @@ fewer bits of a running sum than float32 has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -16,6 +15,7 @@ import triton.language as tl
 
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch, interpreting
+from ..attention.tiles import Tile
 from ..row.call import check_fp8
 from ..row.triton import fp8_scales
 from . import reference
@@ -27,16 +27,6 @@ PADDING = tl.constexpr(reference.ROWS)
 LARGEST_INT = tl.constexpr(reference.LARGEST_INT)
 SHIFT = tl.constexpr(reference.SHIFT)
 LOG2E = tl.constexpr(reference.LOG2E)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows of queries and of keys that a program multiplies at a time."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 # by head_dim; not tuned: no GPU has timed them yet
