@@ -1,13 +1,18 @@
 """Llama-like models: recognised by their code, every fusion site used, eager's bits."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from transformers.integrations import sdpa_attention
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, programs_of, run, same
 from inject.language import LAYERS, model_of, words
 from kernelwright import models
+from kernelwright.inject.fusions import attention
 from kernelwright.inject.identify.source import fingerprint
 from kernelwright.inject.recipes._any_block import BLOCK
 
@@ -67,9 +72,9 @@ def test_a_preset_takes_part_with_every_layer(name):
 
 
 KIN = [
-    # a window is a mask: of one layer, and of both
-    ("Qwen2", {"sliding_window": 4, **WINDOW}, {**WHOLE, "mask made once": 1}),
-    ("Mistral", {"sliding_window": 4}, {**WHOLE, "mask made once": LAYERS}),
+    # a window is a mask: of one layer, and of both; PyTorch copies keys and values for it
+    ("Qwen2", {"sliding_window": 4, **WINDOW}, {**WHOLE, "heads that share keys and values": 1}),
+    ("Mistral", {"sliding_window": 4}, {**WHOLE, "heads that share keys and values": LAYERS}),
     ("Ministral", {}, WHOLE),
     ("Arcee", {}, {k: n for k, n in WHOLE.items() if k != "SwiGLU"}),
     ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}, WHOLE),
@@ -252,3 +257,73 @@ def test_a_mask_of_truth_values_is_made_into_numbers_once(monkeypatch):
         assert torch.equal(model(**given).logits, eager)
     assert {mask.dtype for mask in seen} == {torch.bfloat16}
     assert len({id(mask) for mask in seen}) == 1
+
+
+def test_a_mask_that_only_later_calls_have_is_compared(monkeypatch):
+    """A mask of ones is no mask for transformers: what a layer is given depends on values."""
+    model = model_of("Llama", torch.bfloat16)
+    given = [
+        words(attention_mask=torch.tensor([[1] * 7, [0] * hidden + [1] * (7 - hidden)]))
+        for hidden in (0, 0, 3, 0, 3)
+    ]
+    eager = [run(model, g) for g in given]
+    kw.inject(model)
+    usual = attention.AttentionFusions._mask_numbers
+
+    def wrong(self, *args):
+        made = usual(self, *args)
+        return None if made is None else made * 0
+
+    monkeypatch.setattr(attention.AttentionFusions, "_mask_numbers", wrong)
+    for g, want in zip(given, eager, strict=True):
+        assert same(run(model, g), want)
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, -65504.0])
+def test_tokens_that_see_nothing_are_as_in_eager(monkeypatch, lowest):
+    """cuDNN's attention adds another number than PyTorch's others where a mask is False; a row
+    that is False everywhere shows it, and need not be there at first sight."""
+    usual = F.scaled_dot_product_attention
+
+    def attend(query, *rest, attn_mask=None, **how):
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill(
+                ~attn_mask, lowest
+            )
+        return usual(query, *rest, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    model = model_of("Llama", torch.bfloat16)
+    last_hidden = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    first_hidden = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+    check_calls(model, [words(attention_mask=m) for m in (last_hidden, first_hidden)])
+
+
+def check_calls(model, inputs, **how):
+    eager = [run(model, given) for given in inputs]
+    with kw.injected(model, **how) as report:
+        for given, want in zip(inputs, eager, strict=True):
+            assert same(run(model, given), want)
+    return report
+
+
+def test_keys_and_values_are_not_copied_for_heads_that_share_them(monkeypatch):
+    # the other kernels of PyTorch's on a CPU copy them, too, but in their own way
+    everywhere = (*attention.READ_SHARED_HEADS, SDPBackend.MATH)
+    monkeypatch.setattr(attention, "READ_SHARED_HEADS", everywhere)
+    copied = []
+    usual = sdpa_attention.repeat_kv
+    monkeypatch.setattr(
+        sdpa_attention, "repeat_kv", lambda *a: copied.append(1) or usual(*a), raising=True
+    )
+    model = model_of("Llama", torch.bfloat16)
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    given = words(attention_mask=torch.tensor([[1] * 7, [0] * 3 + [1] * 4]))
+    eager = run(model, given)
+    assert copied
+    with kw.injected(model) as report:
+        assert same(run(model, given), eager)
+        copied.clear()
+        assert same(run(model, given), eager)
+        assert not copied
+    assert fused_sites(report)["heads that share keys and values"] == LAYERS

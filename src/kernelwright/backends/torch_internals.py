@@ -6,6 +6,8 @@ that names it. tests/test_internals.py calls each of them and fails first.
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +15,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree
 
@@ -210,6 +214,7 @@ _efficient_attention = _named("torch._C._get_mem_efficient_sdp_enabled")
 _math_attention = _named("torch._C._get_math_sdp_enabled")
 _math_reduction = _named("torch._C._get_math_sdp_allow_fp16_bf16_reduction")
 _attention_order = _named("torch._C._get_sdp_priority_order")
+_attention_choice = _named("torch._fused_sdp_choice")
 _cudnn = _named("torch._C._get_cudnn_enabled")
 _cudnn_benchmark = _named("torch._C._get_cudnn_benchmark")
 _cudnn_deterministic = _named("torch._C._get_cudnn_deterministic")
@@ -222,6 +227,43 @@ def attention_kernels() -> tuple[bool, bool, bool]:
 
 def attention_switches() -> tuple[Any, ...]:
     return (*attention_kernels(), _math_attention(), tuple(_attention_order()), _math_reduction())
+
+
+def attention_choice(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> SDPBackend:
+    """The kernel that F.scaled_dot_product_attention takes for these, over [batch, heads, tokens,
+    dim]; heads of the query may share those of key and value."""
+    shared = query.shape[1] != key.shape[1]
+    how = {"scale": scale, "enable_gqa": shared}
+    return SDPBackend(_attention_choice(query, key, value, mask, 0.0, False, **how))
+
+
+def added_where_false(kernel: SDPBackend, dtype: torch.dtype, device: torch.device) -> float | None:
+    """What a kernel of PyTorch's attention adds to a product where a mask of truth values is
+    False; None if it is another number than those known. The row of a mask that is False
+    everywhere tells: minus infinity gives 0 or NaN there, and cuDNN's -65504 the mean of all
+    values in torch 2.11."""
+    return _added_where_false(kernel, dtype, device, F.scaled_dot_product_attention)
+
+
+@functools.lru_cache
+def _added_where_false(
+    kernel: SDPBackend, dtype: torch.dtype, device: torch.device, attend: Callable[..., Tensor]
+) -> float | None:
+    x = torch.linspace(-1, 1, 16 * 64, dtype=dtype, device=device).view(1, 1, 16, 64)
+    mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril(-1)
+    try:
+        with sdpa_kernel(kernel), torch.no_grad():
+            wanted = attend(x, x, x, attn_mask=mask)
+            for number in (-math.inf, -65504.0):
+                added = torch.zeros(16, 16, dtype=dtype, device=device).masked_fill(~mask, number)
+                got = attend(x, x, x, attn_mask=added)
+                if torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0)):
+                    return number
+    except RuntimeError:  # this kernel does not take these shapes
+        pass
+    return None
 
 
 def gemm_switches() -> tuple[Any, ...]:

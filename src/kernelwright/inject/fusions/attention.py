@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from ...backends.torch_internals import added_where_false, attention_choice
 from ...library_internals import active_attention_backend, processor_choices
 from ...ops import selection
 from ...ops.attention import attention
@@ -19,9 +20,12 @@ from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
 from ..reuse.rope_tables import QK_NORM_ROPE_KEPT
-from ..runtime.sites import declined, site
+from ..runtime.sites import declined, mode, site
 from ..state.switches import torch_attends
 from .base import CHANGES_DTYPE, BaseFusions, Part, is_linear
+
+# kernels of PyTorch's attention that read keys and values in place if query heads share them
+READ_SHARED_HEADS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
 class QkNormOperands(NamedTuple):
@@ -195,25 +199,78 @@ class AttentionFusions(BaseFusions):
             y = self.fp8_layers.attention(query, key, value, in_16_bits)
         return (in_16_bits() if y is None else y).transpose(1, 2)
 
-    def masked(self, attend: Callable[[Part], Any], mask: Part, query: Tensor) -> Any:
-        """attend(mask) by PyTorch's attention. It adds zero or minus infinity for the truth values
-        of a mask, which each layer of a model would compute again: here they are computed once for
-        all layers of a forward."""
-        if mask is None or mask.dtype is not torch.bool or torch.compiler.is_compiling():
+    def attend_grouped(
+        self,
+        attend: Callable[[Part], Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Part,
+        scale: float,
+    ) -> Any:
+        """attend(mask) as transformers calls PyTorch's attention. With a mask it copies keys and
+        values for every head of queries that shares them; kernels that read them in place are
+        used without the copies."""
+        if mode.eager or mask is None or torch.compiler.is_compiling():
             return attend(mask)
-        if not self.masks.is_allowed(mask):
-            return attend(mask)
+        shared = query.shape[1] // key.shape[1] > 1 and torch_attends()
+        choice = attention_choice(query, key, value, mask, scale) if shared else None
+        if choice not in READ_SHARED_HEADS:
+            return self._attend_masked(attend, query, key, value, mask, scale)
 
-        def made() -> Tensor:
-            lowest = torch.full((), -math.inf, dtype=query.dtype, device=mask.device)
-            return torch.where(mask, 0.0, lowest)
+        def kernel() -> tuple[Tensor, None]:
+            numbers = self._mask_numbers(choice, query, mask)
+            rows = F.scaled_dot_product_attention(
+                *(query, key, value, mask if numbers is None else numbers),
+                scale=scale,
+                enable_gqa=True,
+            )
+            return rows.transpose(1, 2).contiguous(), None
 
         return site(
-            "mask made once",
-            lambda: attend(mask),
-            lambda: attend(self.masks(mask, query.dtype, made)),
-            query,
+            "heads that share keys and values",
+            lambda: self._attend_masked(attend, query, key, value, mask, scale),
+            kernel,
+            *(query, key, value),
         )
+
+    def _attend_masked(
+        self,
+        attend: Callable[[Part], Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scale: float,
+    ) -> Any:
+        """attend(mask), with the numbers of the mask computed once for all layers of a forward."""
+        if mode.eager:  # in the eager steps of a comparison
+            return attend(mask)
+        heads = query.shape[1]
+        key, value = (
+            t if t.shape[1] == heads else t[:, :1].expand(-1, heads, -1, -1) for t in (key, value)
+        )
+        choice = attention_choice(query, key, value, mask, scale)
+        numbers = self._mask_numbers(choice, query, mask)
+        if numbers is None:
+            return attend(mask)
+        return site("mask made once", lambda: attend(mask), lambda: attend(numbers), query)
+
+    def _mask_numbers(self, choice: SDPBackend, query: Tensor, mask: Tensor) -> Part:
+        """What a kernel of PyTorch's attention adds for the truth values of a mask, which each
+        layer would compute again; None if blocks may not share it, or if it is not known."""
+        if mask.dtype is not torch.bool or not self.masks.is_allowed(mask):
+            return None
+        lowest = added_where_false(choice, query.dtype, query.device)
+        if lowest is None:
+            return None
+
+        def made() -> Tensor:
+            return torch.where(
+                mask, 0.0, torch.full((), lowest, dtype=query.dtype, device=query.device)
+            )
+
+        return self.masks(mask, (query.dtype, lowest), made)
 
     def sdpa(
         self,

@@ -162,7 +162,9 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
 
         # a paged cache is written to in `attend`, which must not run twice then
         if getattr(attend, "__module__", None) == SDPA and kwargs.get("cache") is None:
-            rows, weights = fuse.masked(attended, attention_mask, query)
+            rows, weights = fuse.attend_grouped(
+                attended, query, key, value, attention_mask, self.scaling
+            )
         else:
             rows, weights = attended(attention_mask)
         return fuse.linear(self.o_proj, rows.reshape(*tokens, -1).contiguous()), weights

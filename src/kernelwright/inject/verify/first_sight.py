@@ -91,7 +91,11 @@ class Checker(Findings):
 
     def _key(self, module: nn.Module, fused: Any, args: Any, kwargs: Any) -> Any:
         own = fused.patch.signature
-        key = work_ahead.shared_key(module) if own is None else own(args, kwargs)
+        if own is not None:
+            key = own(args, kwargs)
+        elif (key := work_ahead.shared_key(module)) is not None:
+            # whether a block is given a mask may depend on the values of the model's inputs
+            key = key, *map(type, args), *map(type, kwargs.values())
         if key is None:
             key = signature(args, kwargs)
         outside = model_run.active.switches
