@@ -4,6 +4,7 @@ A name that a new version takes away or changes fails here, by itself and by its
 """
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernelwright import library_internals as libraries
 from kernelwright.backends import torch_internals as internals
+from kernelwright.inject.graphs import generation
 
 
 @pytest.mark.parametrize("name", internals.WANTED)
@@ -411,3 +413,17 @@ def test_sliding_windows_count_in_python():
 def test_generate_asks_whether_to_compile():
     transformers = pytest.importorskip("transformers")
     assert callable(transformers.GenerationMixin._valid_auto_compile_criteria)
+
+
+def test_generate_can_read_one_token_late():
+    transformers = pytest.importorskip("transformers")
+    mixin = transformers.GenerationMixin
+    if not hasattr(libraries.generation_module(), libraries.DEFERRED_STOP_CHECK):
+        pytest.skip("transformers before 5.22")
+    kind = transformers.generation.utils.DeferredStopCheck
+    kind = getattr(kind, "usual", kind)  # ours, if a test of injection came first
+    assert list(inspect.signature(kind.is_supported).parameters) == [
+        *("device", "cache", "cache_is_returned", "is_assistant")
+    ]
+    for name in (generation.PROCESSORS, generation.CRITERIA):
+        assert callable(getattr(mixin, name))

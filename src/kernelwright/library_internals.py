@@ -146,6 +146,15 @@ def static_cache_layers(cache: Any) -> list[Any] | None:
     return list(cache.layers) if all(type(layer) in kinds for layer in cache.layers) else None
 
 
+# the class by which transformers' `generate` reads whether it has ended, one token late
+DEFERRED_STOP_CHECK = "DeferredStopCheck"
+
+
+def generation_module() -> Any:
+    """transformers' module of `generate`, or None if it was not imported."""
+    return sys.modules.get("transformers.generation.utils")
+
+
 def keep_from_compiling(model: nn.Module) -> None:
     """Let `generate` call the model itself: with a static cache it would compile it."""
     if hasattr(type(model), "_valid_auto_compile_criteria"):

@@ -168,3 +168,25 @@ def test_steps_of_generate_are_replays(name, batch):
         # of three calls: the prompts, and what a capture and a full sliding window take
         assert graphs.captured >= 1, graphs.describe()
         assert sum(graphs.reasons.values()) <= 6, graphs.describe()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_generating_a_token_ahead_leaves_tokens_and_random_numbers_as_they_are(sampled):
+    model = models.build("llama-3-8b", **HOW)
+    words = torch.randint(3, model.config.vocab_size, (1, 9), device="cuda")
+    given = {"inputs": words, "do_sample": sampled, "cache_implementation": "static"}
+    given |= {"max_new_tokens": 24, "pad_token_id": 0, "disable_compile": True}
+
+    def generated(**how):
+        torch.manual_seed(0)
+        return model.generate(**given, **how), torch.rand(4, device="cuda")
+
+    end = generated()[0][0, 9 + 12].item()
+    wanted = [generated(eos_token_id=end), generated(eos_token_id=None)]
+    with kw.injected(model, graphs=True) as report:
+        for _ in range(3):
+            for (tokens, after), eos in zip(wanted, (end, None), strict=True):
+                got = generated(eos_token_id=eos)
+                assert torch.equal(got[0], tokens)
+                assert torch.equal(got[1], after)
+        assert report.graphs[0].captured >= 1

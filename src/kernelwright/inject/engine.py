@@ -16,6 +16,7 @@ from torch import nn
 
 from ..library_internals import let_compile
 from .fp8.whole_models import place, restore_weights
+from .graphs import generation
 from .identify.filters import Selection
 from .identify.targets import parts_of
 from .planning import NUMERICS, Injection, Options, plan
@@ -178,6 +179,7 @@ def _planned(target: Any, options: Options) -> tuple[Report, list[Injection]]:
 def _uninstall(root: nn.Module) -> int:
     for module in root.modules():
         let_compile(module)
+        generation.undo(module)
     return sum(forwards.remove(module) for module in root.modules())
 
 

@@ -18,6 +18,7 @@ from .fp8.fetching import fetch_before_fusing
 from .fp8.layers import DOES, Fp8Layers, check_device, unfit
 from .fp8.resting import KEEP, Resting
 from .fusions import Fusions
+from .graphs import generation
 from .identify import norm_kinds
 from .identify.filters import Selection
 from .identify.targets import Part
@@ -83,6 +84,7 @@ class Injection:
             return
         if self.has_graphs:
             keep_from_compiling(model)
+            generation.defer_stop_checks(model)
         if self.fp8_layers is not None and self.fp8_layers.resting.keep != "gpu":
             fetch_before_fusing(model)
 

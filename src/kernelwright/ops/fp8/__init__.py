@@ -19,8 +19,11 @@ from . import reference
 from .reference import ACTIVATIONS, DTYPE
 
 MULTIPLE = 16  # tensor cores need both sizes of a weight to be multiples of it
-# cuBLASLt of CUDA 13.0 has no kernel for some products of fewer rows: 24 of 6144 with 1536 outputs
+# cuBLASLt of CUDA 13.0 has no kernel for some products of few rows with a bias and fast sums: up to
+# 64 rows of 6144 with 1536 outputs, up to 32 of 12288 with 3072. With sums in float32 it has one
+# for 64 rows of all that were tried; fewer are padded.
 FEWEST = 64
+FAST_SUMS = 256
 
 
 def quantize(
@@ -69,7 +72,7 @@ def product(
         scale_b=weight_scale.view(1, -1),
         bias=bias,
         out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=count >= FAST_SUMS,
     )
     return out[:count].view(*rows.shape[:-1], -1)
 
