@@ -6,6 +6,7 @@ import transformers
 from inject.language import model_of, words
 
 import kernelwright as kw
+from kernelwright.inject.fp8 import layers
 from kernelwright.inject.fusions.static_cache import SITE
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.rope_into_cache import ROPE_INTO_CACHE as OP
@@ -79,6 +80,22 @@ def test_generate_has_the_bits_of_eager(family, batch, graphs):
                 assert torch.equal(ours.cumulative_length, theirs.cumulative_length)
             del got, ours
     assert report.sites[SITE] == {"fused": 2}
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fused", "fp8"])
+def test_a_replay_has_the_kernel(monkeypatch, numerics):
+    monkeypatch.setattr(layers, "ROWS", 16)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    model = model_of("Llama", torch.bfloat16, **sizes).cuda()
+    prompt = words(1, 24)["input_ids"].cuda()
+    how = {**STATIC, "max_new_tokens": 12, "min_new_tokens": 12}
+    with kw.injected(model, numerics=numerics, graphs=True) as report:
+        for _ in range(2):
+            model.generate(prompt, **how)
+        kernels = {k.name: k.calls for k in record(lambda: model.generate(prompt, **how), "cuda")}
+        assert report.graphs[0].captured == 1
+    # the prompt gives the first token; both layers decode the others
+    assert kernels["kernelwright_rope_into_cache"] == 2 * 11
 
 
 def test_a_decoded_token_takes_one_kernel_for_each_cache():
