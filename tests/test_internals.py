@@ -394,11 +394,15 @@ def test_static_caches():
     assert not libraries.is_kv_cache({})
     layers = libraries.static_cache_layers(cache)
     assert not layers[0].is_initialized
+    assert libraries.static_cache_layer(cache, 0) is None
     layers[0].update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
     assert layers[0].is_initialized
     assert layers[0].cumulative_length == 3
     assert layers[0].keys.shape == layers[0].values.shape == (1, 2, 4, 4)
+    assert libraries.static_cache_layer(cache, 0) is layers[0]
+    assert libraries.static_cache_layer(cache, 1) is None
     assert libraries.static_cache_layers(transformers.DynamicCache()) is None
+    assert libraries.static_cache_layer(transformers.DynamicCache(), 0) is None
 
 
 def test_sliding_windows_count_in_python():

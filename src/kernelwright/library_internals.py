@@ -146,6 +146,21 @@ def static_cache_layers(cache: Any) -> list[Any] | None:
     return list(cache.layers) if all(type(layer) in kinds for layer in cache.layers) else None
 
 
+def static_cache_layer(cache: Any, index: int) -> Any:
+    """The layer of a static cache that has its tensors already, is no sliding window, and is
+    written to by the `update` of its class and of the cache's class alone; None if it is another
+    kind of layer."""
+    module = sys.modules.get(CACHES)
+    if module is None or type(cache) is not module.StaticCache or cache.offloading:
+        return None
+    if "update" in vars(cache) or not 0 <= index < len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    if type(layer) is not module.StaticLayer or "update" in vars(layer):
+        return None
+    return layer if layer.is_initialized else None
+
+
 # the class by which transformers' `generate` reads whether it has ended, one token late
 DEFERRED_STOP_CHECK = "DeferredStopCheck"
 

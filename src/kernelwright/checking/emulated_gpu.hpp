@@ -65,6 +65,12 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   return found;
 }
 template <class T> static T __ldg(const T* p) { return *p; }
+static unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) {
+  const unsigned long long old = *p;  // threads take turns
+  *p += v;
+  return old;
+}
+static void __trap() { abort(); }
 template <class A, class B> static auto min(A a, B b) { return a < b ? a : b; }
 template <class A, class B> static auto max(A a, B b) { return a > b ? a : b; }
 struct alignas(8) uint2 { unsigned x, y; };

@@ -88,6 +88,8 @@ class Emulator:
         if os.WIFSIGNALED(status):
             if os.WTERMSIG(status) == signal.SIGALRM:
                 raise AssertionError(f"the kernel did not end within {SECONDS} s")
+            if os.WTERMSIG(status) == signal.SIGABRT:
+                raise AssertionError("the kernel called __trap()")
             raise AssertionError(
                 "the kernel used a wrong address: compare the struct in cuda.cuh with `pointers`, "
                 "`layout` and `scalars` in cuda.py"
@@ -170,7 +172,8 @@ def compiled(op: Op, calls: Iterable[tuple[Mapping[str, Any], str | None]]) -> E
 def emulated(
     emulator: Emulator, op: Op, arguments: Mapping[str, Any], exact: str | None = None
 ) -> tuple[Tensor, ...] | None:
-    """The outputs of the CUDA kernel, None if it does not support the call."""
+    """The outputs of the CUDA kernel, None if it does not support the call. Arguments that the op
+    writes to are written to."""
     try:
         found = planned(op, arguments, exact)
     except Unsupported:
@@ -178,7 +181,7 @@ def emulated(
     if found is None:
         return tuple(op.allocate(*(arguments[n] for n in op.arguments)))
     launch, values = found
-    emulator.run(launch, values, op.outputs)
+    emulator.run(launch, values, (*op.outputs, *op.writes))
     outputs = tuple(values[n] for n in op.outputs)
     for name, out in zip(op.outputs, outputs, strict=True):
         whole = out.new_empty(0).set_(out.untyped_storage())

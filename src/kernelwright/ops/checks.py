@@ -51,9 +51,14 @@ def how(
         choice(op, "backend", backend, backends)
 
 
-def common(op: str, values: Mapping[str, Any], eight: Collection[str] = ()) -> None:
+def common(
+    op: str,
+    values: Mapping[str, Any],
+    eight: Collection[str] = (),
+    integers: Collection[str] = (),
+) -> None:
     """Checks of every op: dense floating tensors on one device, finite numbers, eps >= 0. The
-    arguments named in `eight` are float8_e4m3fn or int8."""
+    arguments named in `eight` are float8_e4m3fn or int8, those in `integers` int64."""
     first: tuple[str, Tensor] | None = None
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -63,6 +68,9 @@ def common(op: str, values: Mapping[str, Any], eight: Collection[str] = ()) -> N
                     raise TypeError(
                         f"{op}: {name} is {value.dtype}, expected float8_e4m3fn or int8"
                     )
+            elif name in integers:
+                if value.dtype != torch.int64:
+                    raise TypeError(f"{op}: {name} is {value.dtype}, expected int64")
             elif value.dtype not in DTYPES:
                 raise TypeError(
                     f"{op}: {name} is {value.dtype}, expected float16, bfloat16 or float32"

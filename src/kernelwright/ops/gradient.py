@@ -37,11 +37,27 @@ def record(op: DeclaredOp) -> None:
         *args, exact, backend = values
         return op.in_steps(tuple(args), exact or None, backend or selection.current.get())
 
-    if op.backward is None:
+    if op.writes:
+        _transformable(op.library_op, op.name, steps, _refused(op.name))
+    elif op.backward is None:
         recompute(op.library_op, op.name, library.split(op.schema)[0], op.reference, steps)
     else:
         _transformable(op.library_op, op.name, steps, _recorded(op, op.backward))
     _transformable(op.unrecorded_op, f"{op.name}_unrecorded", steps, None)
+
+
+def _refused(name: str) -> type[torch.autograd.Function]:
+    """The autograd function of an op that writes to its arguments: an error."""
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, *values: Any) -> Any:
+            raise ValueError(
+                f"{name}: it writes to its arguments, which cannot be recorded for autograd; "
+                f"call it under torch.no_grad()"
+            )
+
+    return Refused
 
 
 def _recorded(op: DeclaredOp, declared: Backward) -> type[torch.autograd.Function]:

@@ -71,6 +71,9 @@ class Op:
     internal: bool = False
     category: str | None = None
     eight: tuple[str, ...] = ()  # the arguments that are float8_e4m3fn or int8
+    integers: tuple[str, ...] = ()  # the arguments that are int64
+    # the arguments that every call writes to, marked in the schema; no gradient is recorded
+    writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         arguments = library.arguments(self.schema)
@@ -252,7 +255,8 @@ class Op:
         checks.how(self.name, exact, self.exact, backend, BACKENDS)
         checks.choice(self.name, "inplace", inplace, (True, False))
         checks.kinds(self.name, self._kinds, args)
-        checks.common(self.name, dict(zip(self.arguments, args, strict=True)), self.eight)
+        named = dict(zip(self.arguments, args, strict=True))
+        checks.common(self.name, named, self.eight, self.integers)
         self.check(*args)
         if inplace:
             changed = [args[self.arguments.index(n)] for n in self.inplace]

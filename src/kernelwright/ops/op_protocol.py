@@ -16,6 +16,7 @@ class DeclaredOp(Protocol):
     arguments: tuple[str, ...]
     outputs: tuple[str, ...]
     inplace: tuple[str, ...]
+    writes: tuple[str, ...]
     exact: Mapping[str, Callable[..., Any]]
     kernels: Any
     backward: Any

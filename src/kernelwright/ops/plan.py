@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .. import backends
-from ..backends import Launch, Target
+from ..backends import Launch, Target, Unsupported
 from .call_codegen import compile_follow
 from .op_protocol import DeclaredOp
 
@@ -123,6 +124,21 @@ class LaunchPlan:
         # Triton's interpreter takes the tensors themselves, of any alignment
         self.mask = launch.alignment - 1 if device.type == "cuda" else None
         self.follow = self.follow_any if self.copied else compile_follow(self)
+        if op.writes:
+            self.follow = self._counting(self.follow)
+
+    def _counting(self, follow: Plan) -> Plan:
+        """`follow`, and the version counters of what it writes to, as PyTorch's own ops have it."""
+        places = [self.op.arguments.index(n) for n in self.op.writes]
+        if not set(places).isdisjoint(self.copied):
+            raise Unsupported("a tensor to write to has gaps between the elements of its rows")
+
+        def counted(args: tuple[Any, ...], out: Any) -> Any:
+            result = follow(args, out)
+            increment_version([args[i] for i in places])
+            return result
+
+        return counted
 
     def follow_any(self, args: tuple[Any, ...], out: Any) -> Any:
         """Follow the plan where arguments are copied first, or where some outputs are given."""

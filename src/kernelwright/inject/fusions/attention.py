@@ -88,7 +88,7 @@ class AttentionFusions(BaseFusions):
                 across_heads,
                 layout,
             )
-            if torch.compiler.is_compiling() and cos is not None and not _needs_grad(*operands[:6]):
+            if torch.compiler.is_compiling() and cos is not None and not needs_grad(*operands[:6]):
                 return QK_NORM_ROPE_KEPT(*operands, exact or "", backend or selection.traced())
             return QK_NORM_ROPE(*operands, out=out, exact=exact, backend=backend)
 
@@ -124,7 +124,7 @@ class AttentionFusions(BaseFusions):
         if self.exact and q.chain != expected and not separate:
             declined(name, f"no exact kernel for the RMSNorm of {q.chain} before RoPE")
             return None
-        if rotary is not None and _promotes_dtype(chain, query, rotary[0]):
+        if rotary is not None and promotes_dtype(chain, query, rotary[0]):
             declined(name, CHANGES_DTYPE)
             return None
         exact, backend = self._exact_and_backend(query, q.chain if separate else chain)
@@ -146,7 +146,7 @@ class AttentionFusions(BaseFusions):
             return rotate(query), rotate(key)
 
         cos, sin = rotary
-        if _promotes_dtype(chain, query, cos):
+        if promotes_dtype(chain, query, cos):
             declined("RoPE", CHANGES_DTYPE)
             return eager()
         exact, backend = self._exact_and_backend(query, chain)
@@ -336,11 +336,11 @@ def _into(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> Any
     return tuple(m if m is o else o.copy_(m) for m, o in zip(made, out, strict=True))
 
 
-def _needs_grad(*tensors: Part) -> bool:
+def needs_grad(*tensors: Part) -> bool:
     """Whether autograd records operations on these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _promotes_dtype(chain: str, x: Tensor, table: Part) -> bool:
+def promotes_dtype(chain: str, x: Tensor, table: Part) -> bool:
     """Whether RoPE as transformers writes it, in the dtypes of its operands, widens the result."""
     return chain == "transformers" and table is not None and table.dtype != x.dtype

@@ -41,6 +41,8 @@ class BaseFusions:
     masks: PerForwardCache = field(default_factory=PerForwardCache)
     modulations: PerForwardCache = field(default_factory=PerForwardCache)
     same_bits: SameBits = field(default_factory=SameBits)
+    # layouts of tokens and caches, and whether the kernel that decodes into a cache suits them
+    cache_layouts: dict[Any, bool] = field(default_factory=dict)
     programs: Programs = field(init=False)
     # the norm that each module is, until a module around it changes
     _norm_of_module: WeakKeyDictionary[nn.Module, Norm | str] = field(

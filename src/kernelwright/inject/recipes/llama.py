@@ -2,8 +2,9 @@
 
 A layer adds two branches to its residual stream and normalises after each: addition and norm become
 one kernel, the last addition together with the first norm of the next layer or with the final norm.
-RoPE of query and key is one launch, with their norms where a model has them, and so is the gated
-activation of the feed-forward.
+RoPE of query and key is one launch, with their norms where a model has them, and with the write of
+keys and values where tokens are decoded into a static cache. The gated activation of the
+feed-forward is one kernel.
 
 Modules are matched by the code of their forward, not by class names.
 """
@@ -132,19 +133,26 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
         heads = (*tokens, -1, self.head_dim)
         layers = self.q_proj, self.k_proj, self.v_proj
         query, key, value = fuse.projections(QKV, hidden_states, layers)
-        if past_key_values is not None:
-            value = value.contiguous()  # a view in the cache would keep query and key alive
-        query, key, value = query.view(heads), key.view(heads), value.view(heads).transpose(1, 2)
+        query, key, value = query.view(heads), key.view(heads), value.view(heads)
         rotary, rotate = position_embeddings, rotation(apply_rope, position_embeddings)
-        if code == QWEN3:
-            query, key = fuse.qk_norm_rope(
-                query, key, self.q_norm, self.k_norm, rotary, rotate, **ROPE
+        norms = (self.q_norm, self.k_norm) if code == QWEN3 else None
+        cache, index, written = past_key_values, self.layer_idx, None
+        if cache is not None:
+            written = fuse.rope_into_cache(
+                cache, index, query, key, value, norms, rotary, rotate, **ROPE
             )
+        if written is not None:
+            query, key, value = written
         else:
-            query, key = fuse.rope(query, key, rotary, rotate, **ROPE)
-        query, key = query.transpose(1, 2), key.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            if cache is not None:
+                value = value.contiguous()  # a view in the cache would keep query and key alive
+            if norms is not None:
+                query, key = fuse.qk_norm_rope(query, key, *norms, rotary, rotate, **ROPE)
+            else:
+                query, key = fuse.rope(query, key, rotary, rotate, **ROPE)
+            query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+            if cache is not None:
+                key, value = cache.update(key, value, index)
         attend = interfaces.get_interface(self.config._attn_implementation, eager_attention)
 
         def attended(mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

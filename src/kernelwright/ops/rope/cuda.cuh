@@ -42,11 +42,29 @@ template <class W, class C, int V, int A, int LAYOUT, bool HALF_TABLE, bool WEIG
   static constexpr int BYTES = (WEIGHTED ? V * sizeof(W) : 0) + (LAYOUT == UNROTATED ? 0 : 2 * T * sizeof(C));
 };
 
+// Which rows a block takes: the number of its first group, among those of query or of key.
+struct RopeBlock {
+  bool second;
+  unsigned block;
+  __device__ __forceinline__ RopeBlock(const RopeArgs& a)
+      : second(blockIdx.x >= a.q_blocks), block(second ? blockIdx.x - a.q_blocks : blockIdx.x) {
+    if (!a.q_share) return;
+    const unsigned group = blockIdx.x / (a.q_share + 1), member = blockIdx.x % (a.q_share + 1);
+    second = member == a.q_share;
+    block = second ? group : group * a.q_share + member;
+  }
+};
+
+struct Unmoved {
+  __device__ __forceinline__ i64 operator()() const { return 0; }
+};
+
 // C: dtype of the tables. D: the rotation repeats every D elements. A: elements per access that the
-// alignment allows. HALF_TABLE: tables hold D/2 columns. Turn: how the rotation rounds.
+// alignment allows. HALF_TABLE: tables hold D/2 columns. Turn: how the rotation rounds. moved: by how
+// many elements the output of this block is moved; called by all its threads, after their loads.
 template <class X, class W, class C, class S, int A, int BLOCK, int EACH, int DIMS, int D, int LAYOUT,
-          bool HALF_TABLE, bool WEIGHTED, class Norm, class Round, class Turn>
-__device__ __forceinline__ void rope(const RopeArgs& a) {
+          bool HALF_TABLE, bool WEIGHTED, class Norm, class Round, class Turn, class Moved = Unmoved>
+__device__ __forceinline__ void rope(const RopeArgs& a, Moved moved = {}) {
   constexpr int K = S::K, V = S::V, GROUPS = BLOCK / S::THREADS;
   static_assert(LAYOUT != INTERLEAVED || V % 2 == 0);
   static_assert(LAYOUT != HALF || (D / 2) % V == 0);
@@ -58,16 +76,11 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   __shared__ float shared[Scratch<Norm, S, BLOCK>::FLOATS];
   __shared__ float exchange[EXCHANGED ? GROUPS : 1][EXCHANGED ? S::N : 1];
 
-  bool second = blockIdx.x >= a.q_blocks;
-  unsigned block = second ? blockIdx.x - a.q_blocks : blockIdx.x;
-  if (a.q_share) {
-    const unsigned group = blockIdx.x / (a.q_share + 1), member = blockIdx.x % (a.q_share + 1);
-    second = member == a.q_share;
-    block = second ? group : group * a.q_share + member;
-  }
+  const RopeBlock which(a);
+  const bool second = which.second;
   const Rows& rows = second ? a.k_rows : a.q_rows;
   const int group = threadIdx.x / S::THREADS;
-  const i64 number = ((i64)block * GROUPS + group) * EACH;
+  const i64 number = ((i64)which.block * GROUPS + group) * EACH;
   const bool live = number < rows.count;
   const RowIndex<DIMS> at(live ? number : rows.count - EACH, rows);
   const Place at_x = second ? a.at_key : a.at_query, at_y = second ? a.at_k_out : a.at_q_out;
@@ -103,6 +116,7 @@ __device__ __forceinline__ void rope(const RopeArgs& a) {
   for (int e = 0; e < EACH; e++)
     norm[e].template measure<S>([&](int k, int i) { return held[e][k].get(i); }, a.eps,
                                 second ? a.k_factor : a.q_factor, shared);
+  y += moved();
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
     auto normed = [&](int k, int i, const Operands& with) {
