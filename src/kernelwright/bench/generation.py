@@ -51,13 +51,11 @@ class Generation:
         draw = torch.Generator().manual_seed(0)
         self.words = torch.randint(3, size, (batch, prompt), generator=draw).to(model.device)
 
-    def __call__(
-        self, cache: str, compiles: bool, tokens: int, logits: bool = False, seen: Any = None
-    ) -> Any:
-        """`seen` is called with the logits of each step."""
+    def __call__(self, cache: str, compiles: bool, tokens: int, logits: bool = False) -> Any:
+        """The tokens; with `logits` an object with those, too."""
         how: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        if seen is not None:
-            how["logits_processor"] = [seen]
+        if logits:
+            how |= {"return_dict_in_generate": True, "output_logits": True}
         if cache == STATIC:
             how |= {"cache_implementation": STATIC, "disable_compile": not compiles}
         return self.model.generate(
@@ -65,8 +63,6 @@ class Generation:
             attention_mask=torch.ones_like(self.words),
             do_sample=False,
             pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=logits,
             **how,
         )
 
@@ -130,22 +126,10 @@ def _measure(
             row["problems"] = report.to_dict()["problems"]
             row["graphs"] = report.graph_lines
         _fresh()
-        first, each = _seconds(generation, cache, compiles, seconds)
+        first, each = _seconds(generation, name, cache, compiles, expected[cache][0], seconds)
         row |= {"ms": 1e3 * each, "first_token_ms": 1e3 * first}
         row["tokens_per_s"] = len(generation.words) / each
         return row | _memory("steady_")
-
-
-class _FirstToken:
-    """Notes when the first token is there."""
-
-    at: float | None = None
-
-    def __call__(self, words: Any, logits: Any) -> Any:
-        if self.at is None:
-            wait()
-            self.at = time.perf_counter()
-        return logits
 
 
 def _kept(result: Any) -> tuple[Any, Any]:
@@ -159,24 +143,25 @@ def _compared(got: tuple[Any, Any], want: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _seconds(
-    generation: Generation, cache: str, compiles: bool, at_least: float
+    generation: Generation, config: str, cache: str, compiles: bool, want: Any, at_least: float
 ) -> tuple[float, float]:
     """Seconds to the first token, and for each after it: the shortest of several runs, because the
-    host decides much of them, and others use it too."""
+    host decides much of them, and others use it too. Nothing waits between tokens: a run of one
+    token tells how long the first takes."""
     firsts: list[float] = []
-    others: list[float] = []
+    wholes: list[float] = []
     start = time.perf_counter()
     while len(firsts) < 2 or time.perf_counter() - start < at_least:
-        clock = _FirstToken()
-        wait()
-        begin = time.perf_counter()
-        generation(cache, compiles, generation.new, seen=clock)
-        wait()
-        end = time.perf_counter()
-        assert clock.at is not None
-        firsts.append(clock.at - begin)
-        others.append((end - clock.at) / (generation.new - 1))
-    return min(firsts), min(others)
+        for tokens, times in ((1, firsts), (generation.new, wholes)):
+            wait()
+            begin = time.perf_counter()
+            got = generation(cache, compiles, tokens)
+            wait()
+            times.append(time.perf_counter() - begin)
+        if tier_of(config) == "exact" and not torch.equal(got, want):
+            raise Wrong(f"{config}: not the tokens of eager with a {cache} cache")
+    first = min(firsts)
+    return first, (min(wholes) - first) / (generation.new - 1)
 
 
 def run(
