@@ -6,6 +6,7 @@ sides get the same one and a failure can be replayed. What it returns undoes it.
 """
 
 import copy
+import gc
 import random
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -120,6 +121,9 @@ class World:
         """Begin again: models and inputs as they were at first, without injection."""
         self.dtype, self.seed = self.first_dtype, 0
         self.sizes = dict(SIZES.get((self.preset, self.numerics), {}))
+        self.twin = self.ours = None  # freed before others are built
+        if self.device == "cuda":
+            gc.collect()
         self.twin, self.ours = (Side(m) for m in self._built())
         self.injected = False
         self.ways = {}  # by name: what a call happens in, given its model

@@ -1,6 +1,7 @@
 """Draws changes, applies them to both sides, and compares the sides after each."""
 
 import copy
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -136,6 +137,7 @@ def _check_repeats(world, want):
     if world.device != "cuda" or world.once is None:
         return
     for _ in range(3):
+        gc.collect()  # a transform of a large model leaves most of the GPU's memory in cycles
         with _told(world, world.twin):
             again = call(world, world.twin)
         if not same_bits(again[0], want):
@@ -194,6 +196,7 @@ def step(world, name, number, tally=None):
     world.done.append((name, number))
     note(world)
     tally = tally or Tally()
+    refused = False
     try:
         change(world, name, number)
         if world.injected:
@@ -202,15 +205,17 @@ def step(world, name, number, tally=None):
         world.done.pop()
         return False
     except Refused:
+        refused = True
+    except Differs as error:
+        tally.differences.append((world.replay(), str(error)))
+        raise Differs(f"after {name}: {error}\n{world.replay()}") from error
+    if refused:  # outside `except`, whose traceback keeps the tensors of the refused call
         tally.refused[name] += 1
         world.close()
         world.reset()
         world.done.clear()
         _injected(world, tally)
         return False
-    except Differs as error:
-        tally.differences.append((world.replay(), str(error)))
-        raise Differs(f"after {name}: {error}\n{world.replay()}") from error
     tally.steps += 1
     tally.kinds[name] += 1
     return True
