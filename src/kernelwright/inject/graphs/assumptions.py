@@ -17,6 +17,7 @@ from ...library_internals import (
     peft_layers,
     peft_scales,
 )
+from ..runtime import model_run
 from ..state.hooks import effect_of, hooks_of
 from ..state.module_state import State
 from ..state.weights_at_rest import is_at_rest
@@ -40,6 +41,7 @@ class Assumptions:
         modules = [m for m in everything if isinstance(m._modules, dict)]
         inner = [m for m in modules if m is not model]
         self._state = State(model)
+        self._held_with = 0  # the serial of the state of the model around this one
         self._holders = [d for m in modules for d in (m._parameters, m._buffers) if d]
         self._adapters = peft_layers(inner)
         self._scales = _scales(self._adapters)
@@ -87,11 +89,14 @@ class Assumptions:
     def same(self, model: nn.Module) -> bool:
         """Whether the model is unchanged: modules, hooks, attributes, processors, adapters and the
         addresses of weights. The values of weights may change."""
-        return (
-            self._state.holds(model)
-            and _layout(self.weights()) == self._layout
-            and _scales(self._adapters) == self._scales
-        )
+        # inside another model, whose state covers this one and was checked when its forward began;
+        # it leaves out what adapters read
+        serial = 0 if self._adapters else model_run.state_of(model)
+        if not serial or serial != self._held_with:
+            if not self._state.holds(model):
+                return False
+            self._held_with = serial
+        return _layout(self.weights()) == self._layout and _scales(self._adapters) == self._scales
 
     def obstacle(self, model: nn.Module) -> str | None:
         """Why an unchanged model cannot be captured, or None."""
