@@ -244,6 +244,7 @@ def test_16_bit_weights_leave_the_gpu_and_come_back(wide_flux, graphs, monkeypat
     before = allocated()
     kw.inject(model, numerics="fp8", keep="gpu", graphs=graphs)
     on_gpu = run(model, inputs)
+    kw.restore(model)  # a second injection keeps the first, and its weights
     report = kw.inject(model, numerics="fp8", graphs=graphs)
     for _ in range(4):
         assert same(run(model, inputs), on_gpu)

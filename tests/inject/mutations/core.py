@@ -120,7 +120,7 @@ class World:
     def reset(self):
         """Begin again: models and inputs as they were at first, without injection."""
         self.dtype, self.seed = self.first_dtype, 0
-        self.sizes = dict(SIZES.get((self.preset, self.numerics), {}))
+        self.sizes = dict(SIZES.get((self.preset, self.numerics if self.tiny else "full size"), {}))
         self.twin = self.ours = None  # freed before others are built
         if self.device == "cuda":
             gc.collect()
@@ -179,6 +179,8 @@ SIZES = {
     ("ltx-video", "fp8"): {"height": 128, "width": 128, "frames": 33},
     ("flux-dev", "fp8"): {"height": 256, "width": 256},
     ("llama-3-8b", "fp8"): {"tokens": 80},
+    # a transform of torch.func keeps the matrices of attention of all layers: 100 GB at 49 frames
+    ("ltx-video", "full size"): {"height": 480, "width": 704, "frames": 17},
 }
 BUILT = {}
 
