@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -44,7 +45,7 @@ ex2.approx.ftz.f32 c, c;
 ex2.approx.ftz.f32 d, d;
 cvt.rn.satfinite.e4m3x2.f32 low, b, a;
 cvt.rn.satfinite.e4m3x2.f32 high, d, c;
-mov.b32 $0, {low, high};
+mov.b32 $0, {high, low};
 }
 """)
 # by a line: between powers of two the values of e4m3 lie on one, so the byte is this number
@@ -57,7 +58,7 @@ cvt.rn.relu.f16x2.f32 low, $2, $1;
 cvt.rn.relu.f16x2.f32 high, $4, $3;
 add.rn.f16x2 low, low, magic;
 add.rn.f16x2 high, high, magic;
-prmt.b32 $0, low, high, 0x6420;
+prmt.b32 $0, low, high, 0x2064;
 }
 """)
 # or two of four this and two the other way: they take different units of the GPU
@@ -76,15 +77,15 @@ cvt.rn.satfinite.e4m3x2.f32 first, b, a;
 mov.b32 low, {first, zero};
 cvt.rn.relu.f16x2.f32 high, $4, $3;
 add.rn.f16x2 high, high, magic;
-prmt.b32 $0, low, high, 0x6410;
+prmt.b32 $0, low, high, 0x1064;
 }
 """)
 
 
 @gluon.jit
 def four(b, ASM: gl.constexpr):
-    """Four neighbours of a row in fp8 as one integer, [M, N] -> [M, N / 4]: as eight bits each they
-    would be taken apart and joined again wherever the loop carries them."""
+    """Four neighbours of a row in fp8 as one integer, [M, N] -> [M, N / 4], its halves swapped: as
+    eight bits each they would be taken apart and joined again wherever the loop carries them."""
     b_even, b_odd = gl.split(b.reshape([b.shape[0], b.shape[1] // 4, 2, 2]))
     b_0, b_2 = gl.split(b_even)
     b_1, b_3 = gl.split(b_odd)
@@ -94,18 +95,18 @@ def four(b, ASM: gl.constexpr):
 
 
 @gluon.jit
-def moved(b, zero):
-    """A copy in other registers: those of `b` are written while a product runs, and ptxas would
-    let no two products run at once if they were an operand themselves. Not pure: not before the
-    product that reads the old copy has ended."""
+def swapped(b):
+    """The halves of integers, put right in other registers. Those of `b` are written while a
+    product runs: if they were operands themselves, ptxas would let no two products run at once. Not
+    pure, so that it comes after the wait for the product that reads these registers."""
     return gl.inline_asm_elementwise(
-        "xor.b32 $0, $1, $2;", "=r,r,r", [b, zero], dtype=gl.int32, is_pure=False, pack=1
+        "prmt.b32 $0, $1, $1, 0x1032;", "=r,r", [b], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def operand(b, LAYOUT: gl.constexpr):
-    """What `four` packed, as fp8."""
+    """What `four` packed and `swapped` put right, as fp8."""
     b = gl.join(gl.join(b, b), gl.join(b, b)).reshape([b.shape[0], b.shape[1] * 4])
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;",
@@ -123,7 +124,6 @@ def probabilities(
     b_f,
     b_max,
     scale,
-    start,
     keys,
     EDGE: gl.constexpr,
     EXP: gl.constexpr,
@@ -137,7 +137,7 @@ def probabilities(
     b_s = b_s.reshape([BQ, BK // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BQ, BK])
     b_s = gl.convert_layout(b_s, OPERAND).to(gl.float32)
     if EDGE:
-        o_k = start + gl.arange(0, BK, gl.SliceLayout(0, OPERAND))
+        o_k = gl.arange(0, BK, gl.SliceLayout(0, OPERAND))
         b_s = gl.where((o_k < keys)[None, :], b_s, float("-inf"))
     b_g = b_f * scale
     # whole numbers, so that what is rounded does not depend on the blocks before
@@ -147,93 +147,25 @@ def probabilities(
 
 
 @gluon.jit
-def request(
-    p_k,
-    o_k,
-    p_v,
-    o_v,
-    s_k,
-    s_v,
-    block,
-    last,
-    D: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Start to load the keys of a block and the values of the one before, or of the last."""
-    copy_to_shared(s_k.index(block % STAGES), p_k + gl.minimum(block, last) * (BK * D) + o_k)
-    copy_to_shared(
-        s_v.index((block + STAGES - 1) % STAGES),
-        p_v + gl.maximum(gl.minimum(block - 1, last), 0) * BK + o_v,
-    )
-    async_copy.commit_group()
+def request(p, o, s, turn, blocks, STRIDE: gl.constexpr, STAGES: gl.constexpr):
+    """Start to load the block of keys or values of a turn: after the first, which takes the last
+    block, because only there keys are masked, they are in order. Turns beyond load any block."""
+    copy_to_shared(s.index(turn % STAGES), p + (gl.minimum(turn, blocks) - 1) * STRIDE + o)
 
 
 @gluon.jit
-def add_values(b_out, b_sum, b_o, b_n, b_decay, OUT: gl.constexpr, ONE: gl.constexpr):
+def half(b):
+    """Every second column: all are the same."""
+    return gl.split(b.reshape([b.shape[0], b.shape[1] // 2, 2]))[0]
+
+
+@gluon.jit
+def add_values(b_out, b_sum, b_o, b_n, b_decay, OUT: gl.constexpr):
     """The products of a block, added to what the blocks before left."""
     b_out = b_out * gl.convert_layout(b_decay, gl.SliceLayout(1, OUT))[:, None] + b_o
-    b_sum = b_sum * gl.convert_layout(b_decay, gl.SliceLayout(1, ONE))[:, None] + b_n
+    LEFT: gl.constexpr = gl.SliceLayout(1, b_sum.type.layout)
+    b_sum = b_sum * gl.convert_layout(b_decay, LEFT)[:, None] + half(b_n)
     return b_out, b_sum
-
-
-@gluon.jit
-def step(
-    b_next,
-    b_p,
-    b_o,
-    b_n,
-    b_out,
-    b_sum,
-    b_max,
-    b_before,
-    b_decay,
-    b_f,
-    s_q,
-    s_k,
-    s_v,
-    s_one,
-    p_k,
-    o_k,
-    p_v,
-    o_v,
-    p_scale,
-    block,
-    last,
-    keys,
-    zero,
-    EDGE: gl.constexpr,
-    EXP: gl.constexpr,
-    D: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
-    SCORES: gl.constexpr,
-    OUT: gl.constexpr,
-    ONE: gl.constexpr,
-    OPERAND: gl.constexpr,
-):
-    """Start the products of block - 1 with its values, and compute the probabilities of `block`.
-    A step begins with the end of the products that the step before has started: the compiler moves
-    instructions over a wait, but not from one turn of the loop to the next."""
-    BQ: gl.constexpr = b_out.shape[0]
-    scale = gl.load(p_scale + block)
-    b_o, b_n, b_p = warpgroup_mma_wait(0, deps=[b_o, b_n, b_p])
-    b_p = moved(b_next, zero)
-    b_8 = operand(b_p, OPERAND)
-    async_copy.wait_group(STAGES - 2)
-    request(p_k, o_k, p_v, o_v, s_k, s_v, block + STAGES - 1, last, D, BK, STAGES)
-    b_s = gl.zeros([BQ, BK], gl.int32 if s_q.dtype == gl.int8 else gl.float32, SCORES)
-    s_kt = s_k.index(block % STAGES).permute((1, 0))
-    b_s = warpgroup_mma(s_q, s_kt, b_s, use_acc=False, is_async=True)
-    b_out, b_sum = add_values(b_out, b_sum, b_o, b_n, b_before, OUT, ONE)
-    b_n = gl.zeros([BQ, 8], gl.float32, ONE)
-    b_n = warpgroup_mma(b_8, s_one.permute((1, 0)), b_n, use_acc=False, is_async=True)
-    b_o = gl.zeros([BQ, D], gl.float32, OUT)
-    s_vt = s_v.index((block - 1) % STAGES).permute((1, 0))
-    b_o = warpgroup_mma(b_8, s_vt, b_o, use_acc=False, is_async=True)
-    b_s = warpgroup_mma_wait(2, deps=[b_s])
-    b_next, b_new = probabilities(b_s, b_f, b_max, scale, block * BK, keys, EDGE, EXP, OPERAND)
-    return b_next, b_p, b_o, b_n, b_out, b_sum, b_new, b_decay, gl.exp2(b_max - b_new)
 
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads"])
@@ -271,7 +203,6 @@ def fp8_attention_kernel(
     n_q = gl.cdiv(queries, PADDING) * PADDING
     n_k = gl.cdiv(keys, PADDING) * PADDING
     blocks = n_k // BK
-    zero = keys >> 31
     o_d = gl.arange(0, D, gl.SliceLayout(0, BY_D))
     o_q = i_q * BQ + gl.arange(0, BQ, gl.SliceLayout(1, BY_D))
     p_q = q8 + i_bh * n_q * D + o_q[:, None] * D + o_d[None, :]
@@ -291,109 +222,75 @@ def fp8_attention_kernel(
     s_v = gl.allocate_shared_memory(v8.dtype.element_ty, [STAGES, D, BK], VALUES)
     b_one = gl.full([8, BK], 0x38, gl.uint8, BY_K).to(v8.dtype.element_ty, bitcast=True)
     s_one = gl.allocate_shared_memory(v8.dtype.element_ty, [8, BK], VALUES, b_one)
+    # of one group: the keys of a turn and the values of the turn before, as they are multiplied
     copy_to_shared(s_q, p_q)
-    for block in gl.static_range(STAGES - 1):
-        request(p_k, o_k, p_v, o_v, s_k, s_v, block, blocks - 1, D, BK, STAGES)
+    copy_to_shared(s_k.index(0), p_k + (blocks - 1) * (BK * D) + o_k)
+    async_copy.commit_group()
+    copy_to_shared(s_v.index(0), p_v + (blocks - 1) * BK + o_v)
+    for turn in gl.static_range(1, STAGES):
+        request(p_k, o_k, s_k, turn, blocks, BK * D, STAGES)
+        async_copy.commit_group()
+        if turn < STAGES - 1:
+            request(p_v, o_v, s_v, turn, blocks, BK, STAGES)
+    KIND: gl.constexpr = gl.int32 if q8.dtype.element_ty == gl.int8 else gl.float32
     b_f = gl.load(q_scale + i_bh * n_q + i_q * BQ + gl.arange(0, BQ, ROW))
-    b_max = gl.full([BQ], float("-inf"), gl.float32, ROW)
-    scale = gl.load(p_scale)
-    async_copy.wait_group(STAGES - 2)
-    b_s = gl.zeros([BQ, BK], gl.int32 if q8.dtype.element_ty == gl.int8 else gl.float32, SCORES)
+    scale = gl.load(p_scale + blocks - 1)
+    async_copy.wait_group(STAGES - 1)
+    fence_async_shared()
+    b_s = gl.zeros([BQ, BK], KIND, SCORES)
     b_s = warpgroup_mma(s_q, s_k.index(0).permute((1, 0)), b_s, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
-    request(p_k, o_k, p_v, o_v, s_k, s_v, STAGES - 1, blocks - 1, D, BK, STAGES)
-    b_next, b_max = probabilities(b_s, b_f, b_max, scale, 0, keys, True, EXP, OPERAND)
+    b_max = gl.full([BQ], float("-inf"), gl.float32, ROW)
+    left = keys - (blocks - 1) * BK
+    b_next, b_max = probabilities(b_s, b_f, b_max, scale, left, True, EXP, OPERAND)
     b_decay = gl.full([BQ], 0.0, gl.float32, ROW)
     b_before = b_decay
     b_p = gl.zeros_like(b_next)
     b_o = warpgroup_mma_init(gl.zeros([BQ, D], gl.float32, OUT))
     b_n = warpgroup_mma_init(gl.zeros([BQ, 8], gl.float32, ONE))
     b_out = gl.zeros([BQ, D], gl.float32, OUT)
-    b_sum = gl.zeros([BQ, 8], gl.float32, ONE)  # all columns are the same
-    for block in range(1, blocks - 1):
-        b_next, b_p, b_o, b_n, b_out, b_sum, b_max, b_before, b_decay = step(
-            b_next,
-            b_p,
-            b_o,
-            b_n,
-            b_out,
-            b_sum,
-            b_max,
-            b_before,
-            b_decay,
-            b_f,
-            s_q,
-            s_k,
-            s_v,
-            s_one,
-            p_k,
-            o_k,
-            p_v,
-            o_v,
-            p_scale,
-            block,
-            blocks - 1,
-            keys,
-            zero,
-            False,
-            EXP,
-            D,
-            BK,
-            STAGES,
-            SCORES,
-            OUT,
-            ONE,
-            OPERAND,
-        )
-    if blocks > 1:
-        b_next, b_p, b_o, b_n, b_out, b_sum, b_max, b_before, b_decay = step(
-            b_next,
-            b_p,
-            b_o,
-            b_n,
-            b_out,
-            b_sum,
-            b_max,
-            b_before,
-            b_decay,
-            b_f,
-            s_q,
-            s_k,
-            s_v,
-            s_one,
-            p_k,
-            o_k,
-            p_v,
-            o_v,
-            p_scale,
-            blocks - 1,
-            blocks - 1,
-            keys,
-            zero,
-            True,
-            EXP,
-            D,
-            BK,
-            STAGES,
-            SCORES,
-            OUT,
-            ONE,
-            OPERAND,
-        )
+    b_sum = half(gl.zeros([BQ, 8], gl.float32, ONE))
+    # A turn starts the products of the probabilities of the turn before with their values, and
+    # computes its own. It begins with the end of the products started in the turn before: ptxas
+    # moves instructions over a wait, but not from one turn to the next.
+    for turn in range(1, blocks):
+        b_o, b_n, b_p = warpgroup_mma_wait(0, deps=[b_o, b_n, b_p])
+        b_p = swapped(b_next)
+        b_8 = operand(b_p, OPERAND)
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        request(p_k, o_k, s_k, turn + STAGES - 1, blocks, BK * D, STAGES)
+        request(p_v, o_v, s_v, turn + STAGES - 2, blocks, BK, STAGES)
+        async_copy.commit_group()
+        b_s = gl.zeros([BQ, BK], KIND, SCORES)
+        s_kt = s_k.index(turn % STAGES).permute((1, 0))
+        b_s = warpgroup_mma(s_q, s_kt, b_s, use_acc=False, is_async=True)
+        b_out, b_sum = add_values(b_out, b_sum, b_o, b_n, b_before, OUT)
+        b_n = gl.zeros([BQ, 8], gl.float32, ONE)
+        b_n = warpgroup_mma(b_8, s_one.permute((1, 0)), b_n, use_acc=False, is_async=True)
+        b_o = gl.zeros([BQ, D], gl.float32, OUT)
+        s_vt = s_v.index((turn - 1) % STAGES).permute((1, 0))
+        b_o = warpgroup_mma(b_8, s_vt, b_o, use_acc=False, is_async=True)
+        scale = gl.load(p_scale + turn - 1)
+        b_s = warpgroup_mma_wait(2, deps=[b_s])
+        b_next, b_new = probabilities(b_s, b_f, b_max, scale, BK, False, EXP, OPERAND)
+        b_before = b_decay
+        b_decay = gl.exp2(b_max - b_new)
+        b_max = b_new
     async_copy.wait_group(0)
+    fence_async_shared()
     b_o, b_n, b_p = warpgroup_mma_wait(0, deps=[b_o, b_n, b_p])
-    b_out, b_sum = add_values(b_out, b_sum, b_o, b_n, b_before, OUT, ONE)
-    b_8 = operand(moved(b_next, zero), OPERAND)
+    b_out, b_sum = add_values(b_out, b_sum, b_o, b_n, b_before, OUT)
+    b_8 = operand(swapped(b_next), OPERAND)
     b_n = warpgroup_mma(b_8, s_one.permute((1, 0)), b_n, use_acc=False, is_async=True)
     s_vt = s_v.index((blocks - 1) % STAGES).permute((1, 0))
     b_o = warpgroup_mma(b_8, s_vt, b_o, use_acc=False, is_async=True)
     b_o, b_n = warpgroup_mma_wait(0, deps=[b_o, b_n])
-    b_out, b_sum = add_values(b_out, b_sum, b_o, b_n, b_decay, OUT, ONE)
+    b_out, b_sum = add_values(b_out, b_sum, b_o, b_n, b_decay, OUT)
+    b_total = gl.convert_layout(gl.max(b_sum, 1), gl.SliceLayout(1, OUT))
     o_c = gl.arange(0, D, gl.SliceLayout(0, OUT))
     b_v = gl.load(v_scale + i_bh * D + o_c)
-    b_out = (
-        b_out / gl.convert_layout(gl.max(b_sum, 1), gl.SliceLayout(1, OUT))[:, None] * b_v[None, :]
-    )
+    b_out = b_out / b_total[:, None] * b_v[None, :]
     o_r = i_q * BQ + gl.arange(0, BQ, gl.SliceLayout(1, OUT))
     p_out = out + i_bh // heads * out_b + i_bh % heads * out_h
     p_out += o_r.to(gl.int64)[:, None] * out_s + o_c[None, :]
