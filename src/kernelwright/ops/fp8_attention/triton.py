@@ -40,8 +40,9 @@ LOG2E = tl.constexpr(reference.LOG2E)
 TILES = {64: Tile(64, 128, 4, 3), 128: Tile(64, 128, 4, 3)}
 # in Gluon, chosen from compiled code: not timed yet
 GLUON_TILES = {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 3)}
+GLUON = hopper is not None
 PROBABILITIES = "line"  # of hopper.PROBABILITIES
-STATISTICS_ROWS = 64  # not tuned
+STATISTICS_ROWS = 32  # not tuned
 
 
 @triton.jit
@@ -83,18 +84,19 @@ def statistics_kernel(
     p_k = key + i_bh // heads * key_b + i_bh % heads * key_h
     p_v = value + i_bh // heads * value_b + i_bh % heads * value_h
     o_d = tl.arange(0, D)
-    b_sum = tl.zeros([D], tl.float32)
-    b_largest = tl.zeros([D], tl.float32)
-    for start in range(0, CHUNK, ROWS):
+    b_sum = tl.zeros([ROWS, D], tl.float32)
+    b_largest = tl.zeros([ROWS, D], tl.float32)
+    # warps meet once, after the loop, so that it can read ahead
+    for start in tl.range(0, CHUNK, ROWS, loop_unroll_factor=4):
         o_k = (i_c * CHUNK + start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         m_k = o_k < keys
         b_k = tl.load(p_k + o_k * key_s + o_d[None, :], mask=m_k, other=0.0).to(tl.float32)
         b_v = tl.load(p_v + o_k * value_s + o_d[None, :], mask=m_k, other=0.0).to(tl.float32)
-        b_sum += tl.sum(b_k, 0)
-        b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_v), 0))
+        b_sum += b_k
+        b_largest = tl.maximum(b_largest, tl.abs(b_v))
     o_out = (i_bh * tl.num_programs(0) + i_c) * D + o_d
-    tl.store(sums + o_out, b_sum)
-    tl.store(largest + o_out, b_largest)
+    tl.store(sums + o_out, tl.sum(b_sum, 0))
+    tl.store(largest + o_out, tl.max(b_largest, 0))
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "heads", "scale"])
@@ -343,11 +345,14 @@ def plan_quantize(call: Call) -> TritonLaunch:
 
 
 def plan_attention(
-    call: Call, tile: Tile | None = None, probabilities: str | None = None, gluon: bool = True
+    call: Call,
+    tile: Tile | None = None,
+    probabilities: str | None = None,
+    gluon: bool | None = None,
 ) -> TritonLaunch:
     """In Gluon, or in Triton: in its interpreter, and where this version of Gluon is another."""
     _check(call)
-    gluon = gluon and hopper is not None and not interpreting()
+    gluon = (GLUON if gluon is None else gluon) and not interpreting()
     query, out = call["query"], call["out"]
     batch, heads, queries, dim = query.shape
     tile = tile or (GLUON_TILES if gluon else TILES)[dim]
