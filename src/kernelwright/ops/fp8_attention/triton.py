@@ -311,7 +311,7 @@ def plan_statistics(call: Call) -> TritonLaunch:
         pointers=("key", "value", "sums", "largest"),
         scalars=(keys, heads, *_strides(key, value)),
         constants={"D": dim, "CHUNK": reference.CHUNK, "ROWS": STATISTICS_ROWS},
-        num_warps=4,
+        num_warps=8,
         alignment=min(16, call.alignment),
     )
 
