@@ -1,18 +1,18 @@
 """Times attention in eight bits beside cuDNN's, and says which tiles and sizes to serve.
 
-    python tests/gpu/fp8_attention_times.py [--seconds 80]
+    python tests/gpu/fp8_attention_times.py [--seconds 65]
 
 For each shape: cuDNN in bfloat16; cuDNN in fp8, if nvidia-cudnn-frontend is installed, alone and
-with quantising; ours with query and key as int8 and as fp8, over a grid of tiles, alone and with
-quantising; and all errors against float32, on Gaussian inputs with a shared mean of the keys. The
-last lines are what to write into TILES (ops/fp8_attention/triton.py) and SERVED
-(inject/fp8/attention.py).
+with quantising; the two steps of quantising; ours with query and key as int8 and as fp8, in the
+ways of WAYS, alone and with quantising; and all errors against float32, on Gaussian inputs with a
+shared mean of the keys. Calls are timed in CUDA graphs: starting the short ones takes Python longer
+than they run. The last lines are what to write into GLUON_TILES and PROBABILITIES
+(ops/fp8_attention/triton.py) and SERVED (inject/fp8/attention.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,15 +37,17 @@ SHAPES = {  # batch, heads, tokens, head_dim
     "LTX 49f 2688": (2, 32, 2688, 64),
     "LTX 161f 8064": (2, 32, 8064, 64),
 }
-GRID = [
-    triton.Tile(rows, keys, warps, stages)
-    for rows, keys, warps, stages in itertools.chain(
-        itertools.product((128,), (128, 64), (8,), (2, 3)),
-        itertools.product((64,), (128, 64), (4,), (2, 3)),
-        itertools.product((128,), (64, 128), (4,), (2,)),
-    )
+# what to time: in Gluon or Triton, a tile, and how probabilities are made (hopper.py)
+WAYS = [
+    (True, triton.Tile(128, 128, 8, 3), "line"),
+    (True, triton.Tile(128, 128, 8, 4), "line"),
+    (True, triton.Tile(64, 128, 4, 3), "line"),
+    (True, triton.Tile(128, 128, 8, 3), "both"),
+    (True, triton.Tile(128, 128, 8, 3), "exp2"),
+    (False, triton.Tile(64, 128, 4, 3), "exp2"),
 ]
 MOST_ERROR, GAIN = 0.05, 1.35
+CALLS = 5
 
 
 def heads(batch: int, count: int, tokens: int, dim: int) -> list[Tensor]:
@@ -56,18 +58,26 @@ def heads(batch: int, count: int, tokens: int, dim: int) -> list[Tensor]:
     return [t.transpose(1, 2) for t in x.bfloat16().unbind(2)]
 
 
-def microseconds(call: Callable[[], Any], seconds: float) -> float:
-    """The median of single calls, after one to warm up."""
+def microseconds(call: Callable[[], Any], seconds: float, graphed: bool = True) -> float:
+    """The median time of a call, after one to warm up; graphed, of CALLS in a CUDA graph."""
     call()
     torch.cuda.synchronize()
+    replay, calls = call, 1
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                call()
+        replay, calls = graph.replay, CALLS
+        replay()
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        call()
+        replay()
         last.record()
         last.synchronize()
-        times.append(1000 * first.elapsed_time(last))
+        times.append(1000 * first.elapsed_time(last) / calls)
     return sorted(times)[len(times) // 2]
 
 
@@ -83,19 +93,10 @@ def off(result: Tensor, true: Tensor, rows: Tensor) -> float:
     return ((result[:, :, rows].float() - true).norm() / true.norm()).item()
 
 
-def ours(query: Tensor, key: Tensor, value: Tensor, integers: bool) -> Callable[..., Any]:
-    scale = query.shape[3] ** -0.5
-
-    def quantised() -> tuple[Tensor, ...]:
-        found = STATISTICS(key, value, backend="triton")
-        return QUANTIZE_QKV(query, key, value, *found, scale, integers, backend="triton")
-
-    return quantised
-
-
-def with_tile(tile: triton.Tile) -> Callable[..., Tensor]:
-    """FP8_ATTENTION with another tile: its cached plans are dropped."""
-    triton.TILES = dict.fromkeys((64, 128), tile)
+def with_way(gluon: bool, tile: triton.Tile, probabilities: str) -> Callable[..., Tensor]:
+    """FP8_ATTENTION in another way: its cached plans are dropped."""
+    triton.GLUON, triton.PROBABILITIES = gluon, probabilities
+    triton.TILES = triton.GLUON_TILES = dict.fromkeys((64, 128), tile)
     FP8_ATTENTION._plans.clear()
     return lambda *args: FP8_ATTENTION(*args, backend="triton")
 
@@ -120,31 +121,38 @@ def measure(name: str, end: float) -> dict[str, Any]:
     said("cuDNN bfloat16", base, error=off(plain(), true, rows))
     peer(query, key, value, said, base, each, true, rows)
     best: dict[str, Any] = {"base": base, "total": float("inf"), "dim": dim, "tokens": keys}
+    found = STATISTICS(key, value, backend="triton")
+    reading = microseconds(lambda: STATISTICS(key, value, backend="triton"), each)
+    said("statistics", reading)
     for integers in (True, False):
         kind = "int8" if integers else "fp8"
-        quantise = ours(query, key, value, integers)
-        eight = quantise()
-        quantising = microseconds(quantise, each)
-        said(f"quantising, {kind}", quantising)
-        for tile in GRID if integers else [best["tile"]]:
+        operands = query, key, value, *found, dim**-0.5, integers
+        eight = QUANTIZE_QKV(*operands, backend="triton")
+        writing = microseconds(lambda: QUANTIZE_QKV(*operands, backend="triton"), each)  # noqa: B023
+        said(f"quantising, {kind}", writing)
+        for way in WAYS if integers else [best["way"]]:
             if time.perf_counter() > end:
                 print(f"{name:14} stopped: the time is over")
                 break
-            if tile.rows * tile.keys // tile.warps > 4096 and dim == 128:
-                continue  # more registers than a thread has
+            gluon, tile, probabilities = way
             try:
-                attend = with_tile(tile)
+                attend = with_way(*way)
                 error = off(attend(*eight, query, keys), true, rows)
                 us = microseconds(lambda: attend(*eight, query, keys), each)  # noqa: B023
             except Exception as no:
-                print(f"{name:14} {tile}: {type(no).__name__}: {str(no)[:80]}")
+                print(f"{name:14} {way}: {type(no).__name__}: {str(no)[:80]}")
                 continue
-            gain = base / (us + quantising)
-            where = f"{tile.rows}x{tile.keys} {tile.warps} warps {tile.stages} stages"
-            said(f"ours {kind} {where}", us, f"  {gain:.2f}x with quantising", error)
-            if us + quantising < best["total"] and error <= MOST_ERROR:
-                best |= {"tile": tile, "total": us + quantising, "gain": gain, "error": error}
-        if "tile" not in best:
+            total = us + reading + writing
+            where = f"{tile.rows}x{tile.keys}/{tile.warps}/{tile.stages} {probabilities}"
+            said(
+                f"{'Gluon' if gluon else 'Triton'} {kind} {where}",
+                us,
+                f"  {base / total:.2f}x with quantising",
+                error,
+            )
+            if total < best["total"] and error <= MOST_ERROR:
+                best |= {"way": way, "total": total, "gain": base / total, "error": error}
+        if "way" not in best:
             break
     return best
 
@@ -168,7 +176,7 @@ def peer(
         tensors, scales = [t.contiguous() for t, _ in eight], [s for _, s in eight]
         attend = cudnn.plan(tensors[0], query.shape[3] ** -0.5)
         result = attend(*tensors, *scales).float() * scales[2]
-        us = microseconds(lambda: attend(*tensors, *scales), each)
+        us = microseconds(lambda: attend(*tensors, *scales), each, graphed=False)
         said("cuDNN fp8", us, f"  {base / us:.2f}x alone", off(result, true, rows))
     except Exception as no:
         print(f"cuDNN fp8: {type(no).__name__}: {str(no)[:200]}")
@@ -176,7 +184,7 @@ def peer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=80, help="time for all shapes")
+    parser.add_argument("--seconds", type=float, default=65, help="time for all shapes")
     parser.add_argument("--only", help="shapes whose name contains this")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
@@ -187,12 +195,12 @@ def main() -> None:
         found[name] = measure(name, time.perf_counter() + left / (len(names) - i))
     served: dict[int, int] = {}
     for name, best in found.items():
-        if "tile" not in best:
+        if "way" not in best:
             print(f"{name}: nothing within {MOST_ERROR:.0%}")
             continue
         goal = "reached" if best["gain"] >= GAIN else "missed"
         print(
-            f"{name}: {best['tile']}, {best['gain']:.2f}x cuDNN bfloat16 with quantising, error "
+            f"{name}: {best['way']}, {best['gain']:.2f}x cuDNN bfloat16 with quantising, error "
             f"{best['error']:.2%}; goal of {GAIN}x {goal}"
         )
         if best["gain"] > 1:

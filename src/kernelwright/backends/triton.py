@@ -137,7 +137,12 @@ class TritonLaunch:
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
                 if value % 16 == 0 and not self.kernel.params[i].do_not_specialize:
                     divisible[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(
+        kind: Any = ASTSource
+        if getattr(self.kernel, "is_gluon", lambda: False)():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            kind = GluonASTSource
+        source = kind(
             self.kernel,
             signature={n: signature[n] for n in names},
             constexprs=constants,

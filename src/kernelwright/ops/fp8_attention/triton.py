@@ -1,4 +1,4 @@
-"""Attention in fp8 in Triton, for Hopper: its tensor cores multiply e4m3 with sums in float32.
+"""Attention in fp8 in Triton, for Hopper, and the plans of its faster form in Gluon (hopper.py).
 
 The second operand of an fp8 product must have its summed dimension contiguous: keys have, values
 are stored transposed. Buffers in fp8 are padded to whole blocks, so no load of the loop is masked.
@@ -20,18 +20,29 @@ from ..row.call import check_fp8
 from ..row.triton import fp8_scales
 from . import reference
 
+try:
+    from . import hopper
+except (ImportError, AttributeError):  # Gluon is experimental: names come and go
+    hopper = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from ..plan import Call
 
 PADDING = tl.constexpr(reference.ROWS)
 LARGEST_INT = tl.constexpr(reference.LARGEST_INT)
 SHIFT = tl.constexpr(reference.SHIFT)
+ABOVE = tl.constexpr(reference.ABOVE)
 LOG2E = tl.constexpr(reference.LOG2E)
 
 
-# by head_dim; not tuned: no GPU has timed them yet
-TILES = {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 3)}
-STATISTICS_ROWS = 64  # not tuned
+# By head_dim. In Triton Tile(64, 128, 4, 3) was the fastest of ten on H200 for [1, 24, 4608, 128],
+# [1, 12, 32760, 128], [2, 24, 4429, 64], [2, 32, 2688, 64] and [2, 32, 8064, 64].
+TILES = {64: Tile(64, 128, 4, 3), 128: Tile(64, 128, 4, 3)}
+# in Gluon, chosen from compiled code: not timed yet
+GLUON_TILES = {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 3)}
+GLUON = hopper is not None
+PROBABILITIES = "line"  # of hopper.PROBABILITIES
+STATISTICS_ROWS = 32  # not tuned
 
 
 @triton.jit
@@ -73,18 +84,19 @@ def statistics_kernel(
     p_k = key + i_bh // heads * key_b + i_bh % heads * key_h
     p_v = value + i_bh // heads * value_b + i_bh % heads * value_h
     o_d = tl.arange(0, D)
-    b_sum = tl.zeros([D], tl.float32)
-    b_largest = tl.zeros([D], tl.float32)
-    for start in range(0, CHUNK, ROWS):
+    b_sum = tl.zeros([ROWS, D], tl.float32)
+    b_largest = tl.zeros([ROWS, D], tl.float32)
+    # warps meet once, after the loop, so that it can read ahead
+    for start in tl.range(0, CHUNK, ROWS, loop_unroll_factor=4):
         o_k = (i_c * CHUNK + start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         m_k = o_k < keys
         b_k = tl.load(p_k + o_k * key_s + o_d[None, :], mask=m_k, other=0.0).to(tl.float32)
         b_v = tl.load(p_v + o_k * value_s + o_d[None, :], mask=m_k, other=0.0).to(tl.float32)
-        b_sum += tl.sum(b_k, 0)
-        b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_v), 0))
+        b_sum += b_k
+        b_largest = tl.maximum(b_largest, tl.abs(b_v))
     o_out = (i_bh * tl.num_programs(0) + i_c) * D + o_d
-    tl.store(sums + o_out, b_sum)
-    tl.store(largest + o_out, b_largest)
+    tl.store(sums + o_out, tl.sum(b_sum, 0))
+    tl.store(largest + o_out, tl.max(b_largest, 0))
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "heads", "scale"])
@@ -151,7 +163,10 @@ def quantize_qkv_kernel(
                 b_in, b_out = int8_scales(tl.max(tl.abs(b_x)))
             else:
                 b_in, b_out = fp8_scales(tl.max(tl.abs(b_x)))
-            p_y = k8 + (i_bh * n_k * PADDING + o_row) * D + o_d[None, :]
+            # of 16 keys, in pairs, first the even pairs: see reference.in_kernel_order
+            o_16 = o_row % 16
+            o_y = o_row - o_16 + o_16 // 2 % 2 * 8 + o_16 // 4 * 2 + o_16 % 2
+            p_y = k8 + (i_bh * n_k * PADDING + o_y) * D + o_d[None, :]
             tl.store(p_y, eight(b_x * b_in, k8.dtype.element_ty))
             tl.store(k_scale + i_bh * n_k + i_s, b_out)
     else:
@@ -191,18 +206,26 @@ def attend(
     if WIDEN:
         b_k = b_k.to(tl.float32)
         b_v = b_v.to(tl.float32)
+    BQ: tl.constexpr = b_q.shape[0]
     b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
+    # k8 is stored in another order: see reference.in_kernel_order
+    b_s = b_s.reshape(BQ, BK // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BQ, BK)
     b_g = b_f * tl.load(p_scale + start // PADDING)
     if EDGE:
         o_k = start + tl.arange(0, BK)
         b_s = tl.where((o_k < keys)[None, :], b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1) * b_g)
-    b_p = tl.exp2(b_s * b_g[:, None] - (b_new - SHIFT)[:, None])
+    # whole numbers, so that what is rounded does not depend on the blocks before
+    b_new = tl.maximum(b_max, tl.ceil(tl.max(b_s, 1) * b_g))
+    b_x = b_s * b_g[:, None] - (b_new - SHIFT)[:, None]
     b_decay = tl.exp2(b_max - b_new)
+    if WIDEN:  # as hopper.py by a line
+        b_byte = tl.floor(tl.maximum((b_x + (7 - ABOVE)) * 8, 0.0) + 0.5).to(tl.uint8)
+        b_8 = b_byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        b_p = b_8
+    else:
+        b_p = tl.exp2(b_x)
+        b_8 = b_p.to(tl.float8e4nv)
     b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-    b_8 = b_p.to(tl.float8e4nv)
-    if WIDEN:
-        b_8 = b_8.to(tl.float32)
     b_out = b_out * b_decay[:, None] + tl.dot(b_8, tl.trans(b_v))
     return b_out, b_new, b_sum
 
@@ -288,7 +311,7 @@ def plan_statistics(call: Call) -> TritonLaunch:
         pointers=("key", "value", "sums", "largest"),
         scalars=(keys, heads, *_strides(key, value)),
         constants={"D": dim, "CHUNK": reference.CHUNK, "ROWS": STATISTICS_ROWS},
-        num_warps=4,
+        num_warps=8,
         alignment=min(16, call.alignment),
     )
 
@@ -321,17 +344,30 @@ def plan_quantize(call: Call) -> TritonLaunch:
     )
 
 
-def plan_attention(call: Call, tile: Tile | None = None) -> TritonLaunch:
+def plan_attention(
+    call: Call,
+    tile: Tile | None = None,
+    probabilities: str | None = None,
+    gluon: bool | None = None,
+) -> TritonLaunch:
+    """In Gluon, or in Triton: in its interpreter, and where this version of Gluon is another."""
     _check(call)
+    gluon = (GLUON if gluon is None else gluon) and not interpreting()
     query, out = call["query"], call["out"]
     batch, heads, queries, dim = query.shape
-    tile = tile or TILES[dim]
+    tile = tile or (GLUON_TILES if gluon else TILES)[dim]
+    constants: dict[str, object] = {"D": dim, "BQ": tile.rows, "BK": tile.keys}
+    if gluon:
+        exp = hopper.PROBABILITIES[probabilities or PROBABILITIES]
+        constants |= {"STAGES": tile.stages, "EXP": exp}
+    else:
+        constants["WIDEN"] = interpreting()
     return TritonLaunch(
-        kernel=fp8_attention_kernel,
+        kernel=hopper.fp8_attention_kernel if gluon else fp8_attention_kernel,
         grid=(-(-queries // tile.rows), batch * heads),
         pointers=("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "out"),
         scalars=(queries, call["keys"], heads, *_strides(out)),
-        constants={"D": dim, "BQ": tile.rows, "BK": tile.keys, "WIDEN": interpreting()},
+        constants=constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
