@@ -2,7 +2,7 @@
 
 Of Triton kernels for sm_90, none that is left out used more registers than the one that stands for
 it. Of CUDA kernels some do: up to 80 where those compiled use up to 72, of the 128 that the largest
-block may have. KERNELWRIGHT_EVERY_KERNEL=1 compiles all of those.
+block may have. KERNELWRIGHT_EVERYTHING=1 compiles all of those.
 """
 
 import itertools

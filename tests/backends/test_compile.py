@@ -11,6 +11,7 @@ import pytest
 import torch
 from chosen import every_pair
 from declared import OPS
+from everything import EVERYTHING
 from planned import TARGETS, kernels, usage
 
 from kernelwright.backends import cuda
@@ -49,7 +50,7 @@ def on_hopper():
     largest = kernels("cuda", "sm_90", everything=False)
     everything = kernels("cuda", "sm_90", everything=True)
     others = [k for k in everything if k.dtype != torch.float16]
-    if os.environ.get("KERNELWRIGHT_EVERY_KERNEL"):
+    if EVERYTHING:
         return distinct([*largest, *others])
     return every_pair(others, first=largest)
 

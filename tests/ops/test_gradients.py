@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from declared import ALL, DTYPES, OPS, every_case, every_op, full, small, tensors
+from declared import ALL, DTYPES, OPS, every_case_in_turn, every_op, full, small, tensors
 from numerics import as_tuple, widened
 from torch.utils.checkpoint import checkpoint
 
@@ -35,15 +35,13 @@ def test_the_gradient_is_the_derivative(op):
     assert torch.autograd.gradcheck(function, tuple(wanted.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_case(ALL)
+@every_case_in_turn(ALL)
 def test_gradients_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
     hold_gradients(op, case, dtype)
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@every_case(KERNELS)
+@every_case_in_turn(KERNELS, [d for d in DTYPES if d.values != (torch.float16,)])
 def test_gradients_of_kernels_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
     hold_gradients(op, case, dtype, backend="triton")
 
