@@ -116,7 +116,7 @@ def test_compiled_gradients_are_those_of_eager_bit_for_bit(op):
     assert equal(gradients(compiled(public(op), compiler_of(op))), gradients(public(op)))
 
 
-@every_op([op for op in OPS if op.exact])
+@every_op(share((op for op in OPS if op.exact), 2))
 def test_a_compiled_exact_call_is_the_eager_chain(op):
     arguments = full(op).arguments(Inputs(torch.float32))
     for chain in op.exact:
@@ -129,7 +129,7 @@ def outputs_taken(op):
     return [n for n in op.outputs if n in inspect.signature(public(op)).parameters]
 
 
-@every_op([op for op in OPS if outputs_taken(op)])
+@every_op(share((op for op in OPS if outputs_taken(op)), 2))
 def test_compiled_out_is_written_and_returned(op):
     arguments = full(op).arguments(Inputs(torch.bfloat16))
     expected = as_tuple(public(op)(**arguments))
@@ -183,7 +183,7 @@ def longer(arguments, times):
     }
 
 
-@every_op(OPS)
+@every_op(share(OPS, 3, start=1))
 def test_fifty_row_counts_compile_a_handful_of_graphs(op):
     arguments = full(op).arguments(Inputs(torch.bfloat16))
     counter = CompileCounterWithBackend("aot_eager")
