@@ -248,7 +248,7 @@ SAME_BLOCKS = ("llama-3-8b", "mistral-7b", "wan-2.2-14b", "wan-2.2-5b")
 SAME_BLOCKS += ("flux2-klein-4b", "flux2-klein-9b", "ltx-2", "phi-4")
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in SAME_BLOCKS])
+@pytest.mark.parametrize("name", share((n for n in NAMES if n not in SAME_BLOCKS), 2))
 def test_activations_neither_grow_nor_fade_with_depth(name):
     preset = models.presets()[name]
     config = {**preset.tiny_config, **depths(preset, preset.config)}
