@@ -2,14 +2,14 @@
 
 A recording is found again by all that it is made of: classes with their code, attributes, layouts
 of weights, inputs and gradients, and PyTorch's switches. What has another key, or anything that is
-not in a key, is recorded as always; so is everything while `always_anew` is active.
+not in a key, is recorded as always; so is everything while `active` is False.
 """
 
-import contextlib
 import copy
 import dataclasses
 
 import torch
+from everything import EVERYTHING
 
 from kernelwright.fuser import recording
 from kernelwright.fuser.recorded_ops import sdp_backends
@@ -27,17 +27,8 @@ HOOKS = [
 ]
 MOST = 256
 
+active = not EVERYTHING  # a test sets it to False if its blocks have to be recorded anew
 _kept = {}
-_active = [True]
-
-
-@contextlib.contextmanager
-def always_anew():
-    before, _active[0] = _active[0], False
-    try:
-        yield
-    finally:
-        _active[0] = before
 
 
 def kept_in(patch):
@@ -115,7 +106,7 @@ def _key(what, module, call, tensors):
     modules = list(module.modules())
     settled = all(isinstance(x, (*PLAIN, type)) for x in others)
     hooked = any(HOOKS) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-    if not _active[0] or not settled or hooked:
+    if not active or not settled or hooked:
         return None
     parts = [v for m in modules for v in vars(m).values() if has_settings(v)]
     codes = tuple(code_of(type(part)) for part in (*modules, *parts))

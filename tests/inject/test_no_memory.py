@@ -35,10 +35,9 @@ class Left:
 
 
 @pytest.fixture(autouse=True)
-def memory_for_recordings():
+def memory_for_recordings(monkeypatch):
     """It may run out while a block is recorded, too."""
-    with recordings_kept.always_anew():
-        yield
+    monkeypatch.setattr(recordings_kept, "active", False)
 
 
 @pytest.fixture(autouse=True)
