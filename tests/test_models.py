@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from everything import share
 from torch import nn
 
 from kernelwright import models
@@ -231,8 +232,10 @@ def test_the_tiny_models_have_every_kind_of_block_twice():
     assert not falcon.new_decoder_architecture
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, d) for n, name in enumerate(NAMES) for d in share(DTYPES, 2, start=n)],
+)
 def test_a_tiny_forward_is_of_sane_scale(name, dtype):
     result = output(tiny(name, dtype), models.inputs(name, tiny=True, dtype=dtype)).float()
     assert result.isfinite().all()
@@ -245,7 +248,7 @@ SAME_BLOCKS = ("llama-3-8b", "mistral-7b", "wan-2.2-14b", "wan-2.2-5b")
 SAME_BLOCKS += ("flux2-klein-4b", "flux2-klein-9b", "ltx-2", "phi-4")
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in SAME_BLOCKS])
+@pytest.mark.parametrize("name", share((n for n in NAMES if n not in SAME_BLOCKS), 2))
 def test_activations_neither_grow_nor_fade_with_depth(name):
     preset = models.presets()[name]
     config = {**preset.tiny_config, **depths(preset, preset.config)}

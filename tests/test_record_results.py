@@ -42,10 +42,28 @@ def test_what_was_never_recorded_comes_first_and_unknown_names_are_refused(tool,
         tool.chosen(["soup"], tmp_path)
 
 
-def test_a_measurement_says_what_it_recorded_and_a_late_one_is_stopped(tool, tmp_path):
-    quick = ("--seconds", "0.05", "--no-error")
-    command = ("bench", "model", "dit-xl", "--tiny", "--config", "eager", *quick)
-    listed = tool.Measurement("tiny", command, 60)
-    assert tool.record(listed, tmp_path) == "1 rows"
-    late = tool.Measurement("late", command, 0.01)
-    assert tool.record(late, tmp_path) == "stopped: it took too long"
+# takes the place of `python -m kernelwright bench ... --out FILE`
+STAND_IN = """#!{python} -IS
+import json, sys, time
+file = sys.argv[sys.argv.index("--out") + 1]
+if "late" in file:
+    time.sleep(60)
+if "nothing" in file:
+    sys.exit(3)
+with open(file, "w") as out:
+    json.dump({{"rows": [{{}}, {{}}]}}, out)
+"""
+
+
+def test_a_measurement_says_what_it_recorded_and_a_late_one_is_stopped(tool, tmp_path, monkeypatch):
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable))
+    stand_in.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+
+    def recorded(name, seconds=60):
+        return tool.record(tool.Measurement(name, ("bench", "model", "dit-xl"), seconds), tmp_path)
+
+    assert recorded("tiny") == "2 rows"
+    assert recorded("nothing") == "nothing recorded, exit 3"
+    assert recorded("late", 0.01) == "stopped: it took too long"

@@ -1,25 +1,20 @@
 """Fewer kernels to compile than there are: those most like the ones left out, or larger.
 
 Of Triton kernels for sm_90, none that is left out used more registers than the one that stands for
-it. Of CUDA kernels some do: up to 80 where those compiled use up to 72, of the 128 that the largest
-block may have. KERNELWRIGHT_EVERY_KERNEL=1 compiles all of those.
+it. Of CUDA kernels some do: up to 80, of the 128 that the largest block may have.
+KERNELWRIGHT_EVERYTHING=1 compiles all of those.
 """
 
-import itertools
 import re
 from collections.abc import Hashable, Iterable
 from math import prod
 
 from planned import Kernel
 
-# an integer above this is a width, a stride or a number of threads; below, it is a choice
-CHOICES = 16
 
-
-def every_pair(found: Iterable[Kernel], first: Iterable[Kernel]) -> list[Kernel]:
+def every_argument(found: Iterable[Kernel], first: Iterable[Kernel]) -> list[Kernel]:
     """`first`, and as many CUDA kernels of the others as it takes for every template argument to be
-    compiled, and every two that are choices, such as dtype, vector, order of summation and
-    rounding, together."""
+    compiled, such as dtype, vector, order of summation and rounding."""
     chosen = {k.launch.code: k for k in first}
     rest = {k.launch.code: (k, _facts(k)) for k in found}
     missing = set().union(*(facts for _, facts in rest.values()))
@@ -39,10 +34,7 @@ def _facts(k: Kernel) -> set[tuple[Hashable, ...]]:
         width, vector, threads = map(int, spread.groups())
         arguments.append((name, "elements of a thread", -(-width // threads)))
         arguments.append((name, "remainder", width % (vector * threads) != 0))
-    choices = [
-        a for a in arguments if isinstance(a[1], str) or not a[2].isdigit() or int(a[2]) <= CHOICES
-    ]
-    return {(a,) for a in arguments} | set(itertools.combinations(choices, 2))
+    return set(arguments)
 
 
 def largest_for_a_thread(found: Iterable[Kernel]) -> list[Kernel]:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import diffusers
 import pytest
 import torch
+from everything import share
 
 import kernelwright as kw
 from kernelwright import models
@@ -117,13 +118,18 @@ def expected(name, cache):
     return plain, want
 
 
+def taking_turns():
+    """Each cache of each model with graphs and without, enabled before the injection in one of the
+    two and after it in the other."""
+    pairs = enumerate((name, cache) for name in MODELS for cache in CACHES)
+    ways = (("before", False), ("before", True), ("after", True), ("after", False))
+    return [(*pair, *way) for turn, pair in pairs for way in share(ways, 2, start=turn)]
+
+
 @pytest.mark.compatibility(
     "First Block Cache", "Pyramid Attention Broadcast", "FasterCache", "TaylorSeer", "MagCache"
 )
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "cache", "when", "graphs"), taking_turns())
 def test_a_cache_gives_its_own_bits_in_an_injected_model(name, cache, when, graphs):
     plain, want = expected(name, cache)
     model, inputs = built(name)
@@ -261,8 +267,14 @@ class Special:
         return self.inner(attn, *args, **kwargs)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["sdxl-unet", "ltx-video", "flux-dev", "sd3.5-medium", "pixart"])
+# before or after the injection
+SPECIAL = [("sdxl-unet", "after"), ("sdxl-unet", "before"), ("ltx-video", "before")]
+SPECIAL += [("ltx-video", "after"), ("flux-dev", "after"), ("flux-dev", "before")]
+SPECIAL += [("sd3.5-medium", "before"), ("sd3.5-medium", "after"), ("pixart", "after")]
+SPECIAL += [("pixart", "before")]
+
+
+@pytest.mark.parametrize(("name", "when"), share(SPECIAL, 2))
 def test_a_special_attention_processor_is_called_once_a_forward(name, when):
     model, inputs = built(name)
     seen = []

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from everything import share
 from torch import nn
 
 import kernelwright as kw
@@ -211,7 +212,7 @@ def test_the_attention_backend_a_person_set_for_all(ltx):
 
 
 @pytest.mark.compatibility("torch.compile of the whole model", bits=False)
-@pytest.mark.parametrize("numerics", ["exact", "fused"])
+@pytest.mark.parametrize("numerics", share(["exact", "fused"], 2))
 def test_compiled_whole_for_any_size(ltx, numerics):
     model, inputs, _ = ltx
     kw.inject(model, numerics=numerics)
@@ -266,8 +267,10 @@ def test_injecting_what_is_already_compiled(ltx):
     assert left_behind(model) == []
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("numerics", ["exact", "fused"])
+@pytest.mark.parametrize(
+    ("numerics", "checkpointing"),
+    share([("exact", False), ("fused", False), ("fused", True), ("exact", True)], 2),
+)
 def test_a_gradient_step(ltx, numerics, checkpointing):
     model, inputs, _ = ltx
     model.train()

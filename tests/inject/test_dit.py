@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from everything import share
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, left_behind, run, same
@@ -224,8 +225,10 @@ def test_the_recipes_were_written_after_this_diffusers():
         assert patch.is_written_for(BasicTransformerBlock)
 
 
-@BOTH
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "blocks"])
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    share([("pixart", True), ("dit-xl", True), ("dit-xl", False), ("pixart", False)], 2),
+)
 def test_compiled(name, whole):
     model, inputs = made(name)
     kw.inject(model)

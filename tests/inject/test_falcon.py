@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from everything import share
 from torch import nn
 from transformers import FalconConfig, FalconForCausalLM
 
@@ -146,7 +147,7 @@ def test_training(checkpointing):
         assert not report.problems
 
 
-@pytest.mark.parametrize("numerics", ["exact", "fused"])
+@pytest.mark.parametrize("numerics", share(["exact", "fused"], 2, start=1))
 def test_compiled_whole_it_gives_what_it_gives_injected(numerics):
     model, inputs = falcon(torch.bfloat16, **SEVEN), words()
     with kw.injected(model, numerics=numerics):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from everything import share
 
 import kernelwright as kw
 from inject.harness import (
@@ -19,9 +20,10 @@ from kernelwright import models
 DOUBLE, SINGLE = 2, 2
 
 
-def flux(dtype=torch.float32, **size):
+def flux(dtype=torch.float32, layers=None, **size):
     build = {"tiny": True, "dtype": dtype}
-    return models.build("flux-dev", **build), models.inputs("flux-dev", **build, **size)
+    model = models.build("flux-dev", **build, layers=layers)
+    return model, models.inputs("flux-dev", **build, **size)
 
 
 def places(across=True):
@@ -217,9 +219,9 @@ def test_a_hook_that_changes_what_flows_between_blocks(kind):
     assert not same(run(model, inputs), plain)
 
 
-@pytest.mark.parametrize("numerics", ["exact", "fused"])
+@pytest.mark.parametrize("numerics", share(["exact", "fused"], 2, start=1))
 def test_compiled_whole(numerics):
-    model, inputs = flux()
+    model, inputs = flux(layers=1)  # of each kind
     kw.inject(model, numerics=numerics)
     expected = run(model, inputs)
     torch._dynamo.reset()

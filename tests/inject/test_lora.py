@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from everything import share
 
 import kernelwright as kw
 from kernelwright import models
@@ -61,16 +62,24 @@ class Pair:
 
 
 # one of them without its recipe, too
-@pytest.fixture(params=[*NAMES, "ltx-video as programs"])
-def kind(request):
-    name, _, programs = request.param.partition(" as ")
+KINDS = [*NAMES, "ltx-video as programs"]
+ORDERS = [("inject first", "lora first"), ("lora first", "inject first")]
+
+
+def kind_of(text):
+    name, _, programs = text.partition(" as ")
     return {"name": name, "recipes": not programs}
 
 
-@pytest.fixture(params=[False, True], ids=["inject first", "lora first"])
-def pair(request, kind):
-    made = Pair(**kind, lora_first=request.param)
-    if not request.param:
+# each kind in one order, in turns
+@pytest.fixture(
+    params=share([(k, order) for n, k in enumerate(KINDS) for order in ORDERS[n % 2]], 2),
+    ids=", ".join,
+)
+def pair(request):
+    kind, order = request.param
+    made = Pair(**kind_of(kind), lora_first=order == "lora first")
+    if order == "inject first":
         made.plain = made.result()
         made.load("style")
     else:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoResnetBlock3d
+from everything import share
 
 import kernelwright as kw
 from inject.harness import (
@@ -206,7 +207,7 @@ def test_dropout_of_a_model_in_training_is_that_of_eager():
     assert fused_sites(near_eager(module, video())) == {PLACE: 2}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", share([True, False], 2))
 def test_a_gradient_step(checkpointing):
     model = vae().train()
     if checkpointing:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from everything import share
 from torch import nn
 
 import kernelwright as kw
@@ -87,9 +88,14 @@ def hook(model, inputs):
 CHANGES = (change_text, write_to_text, write_to_weight, replace_weight, merge_adapter, hook)
 
 
-@HOW
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+# with graphs and recipes, or with neither, or with one of them
+WAYS = [(False, True), (True, True), (True, False), (False, False)]
+
+
+@pytest.mark.parametrize(
+    ("change", "graphs", "recipes"),
+    [(c, *way) for n, c in enumerate(CHANGES) for way in share(WAYS, 2, start=n)],
+)
 @torch.no_grad()
 def test_whatever_changes_is_seen_at_once(change, graphs, recipes, monkeypatch):
     if graphs:

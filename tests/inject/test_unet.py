@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from everything import share
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, left_behind, run, same
@@ -186,7 +187,7 @@ def test_the_scale_that_geglu_no_longer_takes():
         assert torch.equal(model(rows, 0.5), expected)
 
 
-@pytest.mark.parametrize("numerics", ["exact", "fused"])
+@pytest.mark.parametrize("numerics", share(["exact", "fused"], 2))
 def test_a_compiled_transformer(numerics):
     model, inputs = sdxl()
     kw.inject(model, numerics=numerics)

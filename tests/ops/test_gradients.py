@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from declared import ALL, DTYPES, OPS, every_case, every_op, full, small, tensors
+from declared import ALL, DTYPES, OPS, every_case_in_turn, every_op, full, small, tensors
+from everything import share
 from numerics import as_tuple, widened
 from torch.utils.checkpoint import checkpoint
 
@@ -35,15 +36,13 @@ def test_the_gradient_is_the_derivative(op):
     assert torch.autograd.gradcheck(function, tuple(wanted.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_case(ALL)
+@every_case_in_turn(ALL)
 def test_gradients_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
     hold_gradients(op, case, dtype)
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@every_case(KERNELS)
+@every_case_in_turn(KERNELS, [d for d in DTYPES if d.values != (torch.float16,)])
 def test_gradients_of_kernels_are_as_close_to_float64_as_those_of_eager(op, case, dtype):
     hold_gradients(op, case, dtype, backend="triton")
 
@@ -170,7 +169,7 @@ def test_empty_tensors_have_empty_gradients(op):
 
 
 @interpreted
-@every_op(KERNELS)
+@every_op(share(KERNELS, 2))
 def test_gradients_of_kernels_repeat_alone_and_together(op):
     """The sums over rows have one order, whichever gradients are asked for."""
     arguments = full(op).arguments(Inputs(torch.bfloat16))
@@ -223,7 +222,7 @@ def test_a_named_backend_that_cannot_hold_the_row_says_so():
 
 
 @interpreted
-@every_op(KERNELS)
+@every_op(share(KERNELS, 2, start=1))
 def test_a_compiled_backward_of_kernels_has_the_bits_of_eager(op):
     """The fake backward promises the layouts that the kernels write."""
     arguments = full(op).arguments(Inputs(torch.bfloat16))

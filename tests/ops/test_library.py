@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from declared import ALL, OPS, every_op, full, small, tensors
+from everything import EVERYTHING, share
 from numerics import as_tuple
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -15,6 +16,8 @@ from kernelwright.ops.case import Inputs
 
 # Inductor needs a C++ compiler; what it is given is what aot_eager runs
 COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+# an op is one node for Inductor, whichever op it is; the others are several nodes each
+INDUCTOR = {*share(OPS, 4), *(op for op in ALL if op not in OPS)}
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,10 @@ def fresh_compiler():
 
 def public(op):
     return getattr(kernelwright, op.name)
+
+
+def compiler_of(op):
+    return COMPILER if op in INDUCTOR else "aot_eager"
 
 
 def compiled(function, backend="aot_eager", **how):
@@ -68,19 +75,27 @@ def test_the_library_op_keeps_its_schema(op, case):
     for t in tensors(arguments).values():
         if t.is_floating_point() and t.is_leaf:
             t.requires_grad_()
-    torch.library.opcheck(op.library_op, tuple(arguments[n] for n in op.arguments))
+    check(op.library_op, op, case, arguments)
+
+
+def check(library_op, op, case, arguments):
+    """AOT dispatch, which takes nearly all of the time, with the fullest case of each op."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    dispatch = ("test_aot_dispatch_dynamic",) if EVERYTHING or case is full(op) else ()
+    given = tuple(arguments[n] for n in op.arguments)
+    torch.library.opcheck(library_op, given, test_utils=checks + dispatch)
 
 
 @every_telling_case([op for op in OPS if op.inplace])
 def test_the_inplace_library_op_declares_what_it_changes(op, case):
     arguments = case.arguments(Inputs(torch.float32))
-    torch.library.opcheck(op.inplace_op, tuple(arguments[n] for n in op.arguments))
+    check(op.inplace_op, op, case, arguments)
 
 
 @every_op(ALL)
 def test_compiled_is_eager_bit_for_bit(op):
     arguments = full(op).arguments(Inputs(torch.bfloat16))
-    got = compiled(public(op), COMPILER)(**arguments)
+    got = compiled(public(op), compiler_of(op))(**arguments)
     expected = public(op)(**arguments)
     assert equal(got, expected)
     for g, e in zip(as_tuple(got), as_tuple(expected), strict=True):
@@ -98,10 +113,10 @@ def test_compiled_gradients_are_those_of_eager_bit_for_bit(op):
         torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
         return tuple(t.grad for t in wanted.values())
 
-    assert equal(gradients(compiled(public(op), COMPILER)), gradients(public(op)))
+    assert equal(gradients(compiled(public(op), compiler_of(op))), gradients(public(op)))
 
 
-@every_op([op for op in OPS if op.exact])
+@every_op(share((op for op in OPS if op.exact), 2))
 def test_a_compiled_exact_call_is_the_eager_chain(op):
     arguments = full(op).arguments(Inputs(torch.float32))
     for chain in op.exact:
@@ -114,7 +129,7 @@ def outputs_taken(op):
     return [n for n in op.outputs if n in inspect.signature(public(op)).parameters]
 
 
-@every_op([op for op in OPS if outputs_taken(op)])
+@every_op(share((op for op in OPS if outputs_taken(op)), 2))
 def test_compiled_out_is_written_and_returned(op):
     arguments = full(op).arguments(Inputs(torch.bfloat16))
     expected = as_tuple(public(op)(**arguments))
@@ -168,7 +183,7 @@ def longer(arguments, times):
     }
 
 
-@every_op(OPS)
+@every_op(share(OPS, 3, start=1))
 def test_fifty_row_counts_compile_a_handful_of_graphs(op):
     arguments = full(op).arguments(Inputs(torch.bfloat16))
     counter = CompileCounterWithBackend("aot_eager")

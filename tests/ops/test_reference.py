@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from declared import DTYPES, every_case, every_chain
+from declared import every_case_in_turn, every_chain, every_chain_in_turn
 from numerics import as_tuple, hold_case, run
 
 from kernelwright.checking import promises
@@ -15,14 +15,12 @@ def test_the_reference_and_its_eager_chains_are_the_same_function(op, case, chai
     promises.same_function(op, chain, case, "cpu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_case()
+@every_case_in_turn()
 def test_the_reference_is_as_close_to_float64_as_eager(op, case, dtype):
     hold_case(op, case, dtype, lambda arguments: op.call(arguments, backend="torch"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_chain()
+@every_chain_in_turn()
 def test_exact_on_the_cpu_is_the_eager_chain_and_computes_what_the_reference_does(
     op, case, chain, dtype
 ):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from declared import DTYPES, OPS, every_case, every_op, full, tensors
+from declared import OPS, every_case_in_turn, every_op, full, tensors
 from numerics import as_good_as_eager, as_tuple, hold_case, in_eager, in_float64
 
 from kernelwright.backends.triton import interpreting
@@ -21,14 +21,12 @@ quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:
 
 
 @quiet
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_case(TRITON)
+@every_case_in_turn(TRITON)
 def test_a_kernel_is_as_close_to_float64_as_eager(op, case, dtype):
     hold_case(op, case, dtype, lambda arguments: op.call(arguments, backend="triton"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_case(INPLACE)
+@every_case_in_turn(INPLACE)
 def test_inplace_writes_what_the_call_returns_where_the_input_lies(op, case, dtype):
     arguments = case.arguments(Inputs(dtype))
     fresh = as_tuple(op.call(arguments, backend="triton"))

@@ -99,13 +99,15 @@ def lifting_cpu_tensors() -> Iterator[None]:
 _tracing: Callable[..., Any] = _named("torch._guards.tracing")
 _context: Callable[..., Any] = _named("torch._guards.TracingContext")
 _fake_mode: Callable[..., Any] = _named("torch._subclasses.FakeTensorMode")
+_lazily: Callable[..., Any] = _named("torch.fx._lazy_graph_module._use_lazy_graph_module")
 
 
 @contextmanager
 def one_fake_mode() -> Iterator[None]:
     """make_fx keeps shape and strides of every result as a fake tensor, and makes a new mode for
-    each of them unless it finds one: a third of the time of recording a block."""
-    with _tracing(_context(_fake_mode(allow_fallback_kernels=True))):
+    each of them unless it finds one: a third of the time of recording a block. It also writes the
+    graph as Python code, which nobody runs here."""
+    with _tracing(_context(_fake_mode(allow_fallback_kernels=True))), _lazily(True):
         yield
 
 

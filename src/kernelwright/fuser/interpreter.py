@@ -7,6 +7,7 @@ program says, not the graph that it was made of.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .expression import Choice, Expression, Load, Row, Step, walk
 from .index import Affine
-from .program import Program
+from .program import Program, Store
 
 aten: Any = torch.ops.aten
 
@@ -23,17 +24,43 @@ aten: Any = torch.ops.aten
 def run(program: Program, tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
     """Write what the program stores into `outputs`."""
     runner = _Run(program, tensors, next(iter(outputs.values())).device)
-    for e in walk(*(s.value for s in program.stores)):
+    for e in _in_order(program.stores):
         runner.values[e] = runner.value(e)
     for s in program.stores:
         into = runner.view(outputs[s.target], s.index)
         into.copy_(runner.values[s.value].expand(into.shape))
 
 
+# every run of a block asks for the same ones
+@lru_cache(4096)
+def _placed(
+    index: tuple[Affine, ...],
+    variables: tuple[tuple[str, int], ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> tuple[list[int], list[int], int]:
+    """Shape, strides and first element of a view that has a dimension for each variable."""
+    extents, total = dict(variables), Affine()
+    for part, size, stride in zip(index, sizes, strides, strict=True):
+        lowest = part.constant + sum(min(0, c * (extents[n] - 1)) for n, c in part.terms)
+        largest = part.constant + sum(max(0, c * (extents[n] - 1)) for n, c in part.terms)
+        assert 0 <= lowest <= largest < size, f"{part} outside of {size}"
+        total = total + part * stride
+    coefficients = dict(total.terms)
+    shape = [extent if n in coefficients else 1 for n, extent in variables]
+    return shape, [coefficients.get(n, 0) for n, _ in variables], total.constant
+
+
+@lru_cache(1024)
+def _in_order(stores: tuple[Store, ...]) -> tuple[Expression, ...]:
+    return tuple(walk(*(s.value for s in stores)))
+
+
 class _Run:
     def __init__(
         self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
     ) -> None:
+        self.variables = program.extents
         self.names = [n for n, _ in program.extents]
         self.extents = dict(program.extents)
         self.shape = [e for _, e in program.extents]
@@ -63,16 +90,8 @@ class _Run:
 
     def view(self, source: Tensor, index: tuple[Affine, ...]) -> Tensor:
         """The elements of a tensor at an index, one dimension for each variable."""
-        total = Affine()
-        for part, size, stride in zip(index, source.shape, source.stride(), strict=True):
-            lowest = part.constant + sum(min(0, c * (self.extents[n] - 1)) for n, c in part.terms)
-            largest = part.constant + sum(max(0, c * (self.extents[n] - 1)) for n, c in part.terms)
-            assert 0 <= lowest <= largest < size, f"{part} outside of {size}"
-            total = total + part * stride
-        coefficients = dict(total.terms)
-        shape = [self.extents[n] if n in coefficients else 1 for n in self.names]
-        strides = [coefficients.get(n, 0) for n in self.names]
-        return source.as_strided(shape, strides, source.storage_offset() + total.constant)
+        shape, strides, first = _placed(index, self.variables, source.shape, source.stride())
+        return source.as_strided(shape, strides, source.storage_offset() + first)
 
     def _choice(self, e: Choice) -> Tensor:
         place = self.names.index(e.name)
