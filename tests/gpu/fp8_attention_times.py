@@ -4,10 +4,10 @@
 
 For each shape: cuDNN in bfloat16; cuDNN in fp8, if nvidia-cudnn-frontend is installed, alone and
 with quantising; the two steps of quantising; ours with query and key as int8 and as fp8, in the
-ways of WAYS, alone and with quantising; and all errors against float32, on Gaussian inputs with a
+tiles of TILES, alone and with quantising; and all errors against float32, on Gaussian inputs with a
 shared mean of the keys. Calls are timed in CUDA graphs: starting the short ones takes Python longer
-than they run. The last lines are what to write into GLUON_TILES and PROBABILITIES
-(ops/fp8_attention/triton.py) and SERVED (inject/fp8/attention.py).
+than they run. The last lines are what to write into TILES (ops/fp8_attention/triton.py) and SERVED
+(inject/fp8/attention.py).
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ SHAPES = {  # batch, heads, tokens, head_dim
     "LTX 49f 2688": (2, 32, 2688, 64),
     "LTX 161f 8064": (2, 32, 8064, 64),
 }
-# what to time: in Gluon or Triton, a tile, and how probabilities are made (hopper.py)
-WAYS = [
-    (True, triton.Tile(128, 128, 8, 3), "line"),
-    (True, triton.Tile(128, 128, 8, 4), "line"),
-    (True, triton.Tile(64, 128, 4, 3), "line"),
-    (True, triton.Tile(128, 128, 8, 3), "both"),
-    (True, triton.Tile(128, 128, 8, 3), "exp2"),
-    (False, triton.Tile(64, 128, 4, 3), "exp2"),
+TILES = [
+    triton.Tile(*sizes)
+    for sizes in (
+        (64, 128, 4, 3),
+        (64, 128, 4, 4),
+        (128, 128, 8, 3),
+        (64, 256, 4, 2),
+        (64, 64, 4, 4),
+    )
 ]
 MOST_ERROR, GAIN = 0.05, 1.35
 CALLS = 5
@@ -93,10 +94,9 @@ def off(result: Tensor, true: Tensor, rows: Tensor) -> float:
     return ((result[:, :, rows].float() - true).norm() / true.norm()).item()
 
 
-def with_way(gluon: bool, tile: triton.Tile, probabilities: str) -> Callable[..., Tensor]:
-    """FP8_ATTENTION in another way: its cached plans are dropped."""
-    triton.GLUON, triton.PROBABILITIES = gluon, probabilities
-    triton.TILES = triton.GLUON_TILES = dict.fromkeys((64, 128), tile)
+def with_tile(tile: triton.Tile) -> Callable[..., Tensor]:
+    """FP8_ATTENTION with another tile: its cached plans are dropped."""
+    triton.TILES = dict.fromkeys((64, 128), tile)
     FP8_ATTENTION._plans.clear()
     return lambda *args: FP8_ATTENTION(*args, backend="triton")
 
@@ -130,29 +130,28 @@ def measure(name: str, end: float) -> dict[str, Any]:
         eight = QUANTIZE_QKV(*operands, backend="triton")
         writing = microseconds(lambda: QUANTIZE_QKV(*operands, backend="triton"), each)  # noqa: B023
         said(f"quantising, {kind}", writing)
-        for way in WAYS if integers else [best["way"]]:
+        for tile in TILES if integers else [best["tile"]]:
             if time.perf_counter() > end:
                 print(f"{name:14} stopped: the time is over")
                 break
-            gluon, tile, probabilities = way
             try:
-                attend = with_way(*way)
+                attend = with_tile(tile)
                 error = off(attend(*eight, query, keys), true, rows)
                 us = microseconds(lambda: attend(*eight, query, keys), each)  # noqa: B023
             except Exception as no:
-                print(f"{name:14} {way}: {type(no).__name__}: {str(no)[:80]}")
+                print(f"{name:14} {tile}: {type(no).__name__}: {str(no)[:80]}")
                 continue
             total = us + reading + writing
-            where = f"{tile.rows}x{tile.keys}/{tile.warps}/{tile.stages} {probabilities}"
+            where = f"{tile.rows}x{tile.keys} {tile.warps} warps {tile.stages} stages"
             said(
-                f"{'Gluon' if gluon else 'Triton'} {kind} {where}",
+                f"ours {kind} {where}",
                 us,
                 f"  {base / total:.2f}x with quantising",
                 error,
             )
             if total < best["total"] and error <= MOST_ERROR:
-                best |= {"way": way, "total": total, "gain": base / total, "error": error}
-        if "way" not in best:
+                best |= {"tile": tile, "total": total, "gain": base / total, "error": error}
+        if "tile" not in best:
             break
     return best
 
@@ -195,12 +194,12 @@ def main() -> None:
         found[name] = measure(name, time.perf_counter() + left / (len(names) - i))
     served: dict[int, int] = {}
     for name, best in found.items():
-        if "way" not in best:
+        if "tile" not in best:
             print(f"{name}: nothing within {MOST_ERROR:.0%}")
             continue
         goal = "reached" if best["gain"] >= GAIN else "missed"
         print(
-            f"{name}: {best['way']}, {best['gain']:.2f}x cuDNN bfloat16 with quantising, error "
+            f"{name}: {best['tile']}, {best['gain']:.2f}x cuDNN bfloat16 with quantising, error "
             f"{best['error']:.2%}; goal of {GAIN}x {goal}"
         )
         if best["gain"] > 1:

@@ -16,9 +16,9 @@ def heads(tokens, dim=64, batch=1, count=2, mean=0.0, seed=0):
     return [t.transpose(1, 2) for t in x.bfloat16().unbind(2)]
 
 
-# three bits of mantissa leave 2.6% in values, and on a line in place of exp2 3.3% in probabilities:
-# 4.2% in their product; int8 leaves 0.9% in query and key, fp8 2.6%
-@pytest.mark.parametrize(("integers", "most"), [(True, 0.046), (False, 0.060)])
+# three bits of mantissa leave 2.6% in values and probabilities, 3.7% in their product; int8 leaves
+# 0.9% in query and key, fp8 2.6%
+@pytest.mark.parametrize(("integers", "most"), [(True, 0.043), (False, 0.056)])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("tokens", [128, 300])
 def test_the_error_is_that_of_eight_bits(tokens, dim, integers, most):
@@ -64,7 +64,7 @@ def test_the_kernels_compute_what_the_reference_does(queries, keys, dim, integer
     # probabilities are rounded relative to a power of two, so not to the maximum so far
     assert accuracy.error(got, wanted) < 0.002
     truth = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
-    assert accuracy.error(got, truth) <= (0.046 if integers else 0.060)
+    assert accuracy.error(got, truth) <= (0.043 if integers else 0.056)
 
 
 def test_padded_keys_take_no_part():

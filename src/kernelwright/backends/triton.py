@@ -137,12 +137,7 @@ class TritonLaunch:
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
                 if value % 16 == 0 and not self.kernel.params[i].do_not_specialize:
                     divisible[(i,)] = [["tt.divisibility", 16]]
-        kind: Any = ASTSource
-        if getattr(self.kernel, "is_gluon", lambda: False)():
-            from triton.experimental.gluon._runtime import GluonASTSource
-
-            kind = GluonASTSource
-        source = kind(
+        source = ASTSource(
             self.kernel,
             signature={n: signature[n] for n in names},
             constexprs=constants,
