@@ -34,7 +34,7 @@ def test_other_logits_have_no_time(monkeypatch):
     def one_bit_off(result):
         tokens, logits = usual(result)
         seen.append(logits)
-        return tokens, torch.nextafter(logits, logits + 1) if len(seen) > 1 else logits
+        return tokens, torch.nextafter(logits, logits + 1) if len(seen) > 2 else logits
 
     monkeypatch.setattr(generation, "_kept", one_bit_off)
     result = invoke("llama-3-8b", *TINY, *SHORT, "--config", "exact", "--json")
@@ -48,3 +48,19 @@ def test_a_model_that_does_not_generate_is_named():
     result = invoke("ltx-video", *TINY)
     assert result.exit_code == 2
     assert "'ltx-video' is no preset that generates text" in result.output
+
+
+def test_where_eager_differs_from_run_to_run_nothing_is_refused(monkeypatch):
+    usual, seen = generation._kept, []
+
+    def other_each_time(result):
+        tokens, logits = usual(result)
+        seen.append(logits)
+        return tokens, logits + len(seen)
+
+    monkeypatch.setattr(generation, "_kept", other_each_time)
+    result = invoke("llama-3-8b", *TINY, *SHORT, "--config", "exact", "--json")
+    assert result.exit_code == 0
+    (row,) = json.loads(result.stdout)
+    assert row["eager_repeats"] is False
+    assert "eager varies" in invoke("llama-3-8b", *TINY, *SHORT, "--config", "exact").stdout

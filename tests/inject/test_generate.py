@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -176,3 +177,27 @@ def test_generate_does_not_compile_the_model_while_graphs_replay_it(monkeypatch)
         generated(model, prompt(model), **how)
     assert len(compiled) == 2
     assert "_valid_auto_compile_criteria" not in vars(model)
+
+
+@pytest.mark.parametrize(("noise", "captured"), [(1e-4, 1), (0.5, 0)], ids=["rounding", "state"])
+def test_attention_that_differs_from_call_to_call_is_replayed_if_it_is_near(
+    monkeypatch, noise, captured
+):
+    """cuDNN's attention of one token with thousands adds in any order."""
+    usual, calls = torch.nn.functional.scaled_dot_product_attention, itertools.count()
+
+    def attend(*args, **how):
+        return usual(*args, **how) * (1 + noise * (next(calls) % 3))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    model = built("llama-3-8b")
+    given = prompt(model, 1)
+    want = generated(model, given, **STATIC)
+    with kw.injected(model, graphs=True) as report:
+        for _ in range(3):
+            got = generated(model, given, **STATIC)
+    (graphs,) = report.graphs
+    assert graphs.captured == captured, graphs.describe()
+    assert captured or "other bits than the plain forward" in graphs.describe()
+    near = {"rtol": 20 * noise, "atol": 20 * noise}
+    torch.testing.assert_close(got.logits[1], want.logits[1], **near)

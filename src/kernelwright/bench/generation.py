@@ -2,7 +2,8 @@
 
 A cache of fixed size ("static") and one that grows ("dynamic", transformers' default) use other
 attention kernels, so they differ in bits. Each configuration is compared with the un-injected run
-that has the same cache: "exact" must give its tokens and the bits of its logits.
+that has the same cache: "exact" must give its tokens and the bits of its logits, unless a second
+un-injected run has others: cuDNN's attention of one token with thousands adds in any order.
 """
 
 from __future__ import annotations
@@ -108,6 +109,9 @@ def _measure(
     name, cache, compiles = CONFIGS[config]
     if cache not in expected:
         expected[cache] = _kept(generation(cache, False, generation.new, logits=True))
+        again = _kept(generation(cache, False, generation.new, logits=True))
+        expected["repeats " + cache] = _compared(again, expected[cache])["equal"]
+    repeats = expected["repeats " + cache]
     _fresh()
     with ExitStack() as stack:
         begin = time.perf_counter()
@@ -118,7 +122,8 @@ def _measure(
         for _ in range(2):  # graphs are captured in the first, and must be right in the second
             got = _kept(generation(cache, compiles, generation.new, logits=True))
             row |= _compared(got, expected[cache])
-            if tier_of(name) == "exact" and not row["equal"]:
+            row["eager_repeats"] = repeats
+            if tier_of(name) == "exact" and repeats and not row["equal"]:
                 raise Wrong(f"{config}: not the bits of eager with a {cache} cache")
         row["first_call_s"] = time.perf_counter() - begin
         if report is not None:
@@ -126,7 +131,8 @@ def _measure(
             row["problems"] = report.to_dict()["problems"]
             row["graphs"] = report.graph_lines
         _fresh()
-        first, each = _seconds(generation, name, cache, compiles, expected[cache][0], seconds)
+        want = expected[cache][0] if tier_of(name) == "exact" and repeats else None
+        first, each = _seconds(generation, config, cache, compiles, want, seconds)
         row |= {"ms": 1e3 * each, "first_token_ms": 1e3 * first}
         row["tokens_per_s"] = len(generation.words) / each
         return row | _memory("steady_")
@@ -158,7 +164,7 @@ def _seconds(
             got = generation(cache, compiles, tokens)
             wait()
             times.append(time.perf_counter() - begin)
-        if tier_of(config) == "exact" and not torch.equal(got, want):
+        if want is not None and not torch.equal(got, want):
             raise Wrong(f"{config}: not the tokens of eager with a {cache} cache")
     first = min(firsts)
     return first, (min(wholes) - first) / (generation.new - 1)

@@ -19,7 +19,9 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in (*LEFT, *HEADS):
         shown.add_column(head, justify="left" if head in LEFT else "right")
-    eager = {r["model"]: r["ms"] for r in rows if r["config"] == "eager" and "ms" in r}
+    timed = [r for r in rows if "ms" in r]
+    eager = {r["model"]: r["ms"] for r in timed if r["config"] == "eager+static"}
+    eager |= {r["model"]: r["ms"] for r in timed if r["config"] == "eager"}
     for row in rows:
         if "failed" in row:
             shown.add_row(row["model"], row["config"], "–", style="red")
@@ -34,6 +36,12 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['first_token_ms']:.1f}",
             f"{row['first_s']:.1f}",
             "same" if row["tokens_equal"] else "differ",
-            "same" if row["equal"] else "differ",
+            _bits(row),
         )
     return shown
+
+
+def _bits(row: dict[str, Any]) -> str:
+    if row["equal"]:
+        return "same"
+    return "differ" if row.get("eager_repeats", True) else "eager varies"
