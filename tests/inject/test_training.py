@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import kernelwright as kw
 from inject.trained import data, differing, drawn, gradients, model, preset, steps, twice, with_lora
 from kernelwright import models
+from kernelwright.inject.training.blocks import Training
 
 PROGRAMS = "Block, while gradients are recorded: forward"
 
@@ -193,6 +194,21 @@ def test_what_is_changed_between_steps_is_followed():
         change(eager), change(ours)
         for _ in range(2):
             assert differing(gradients(ours, inputs), gradients(eager, inputs)) == []
+
+
+def test_another_setting_of_a_switch_is_compared_again(monkeypatch):
+    """A switch may choose other kernels, for which nothing was compared."""
+    bound, usual = [], Training._bind
+    monkeypatch.setattr(Training, "_bind", lambda *given: bound.append(1) or usual(*given))
+    ours = model()
+    kw.inject(ours)
+    counts = []
+    usually = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    for allowed in (usually, usually, usually, not usually, usually):
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+        gradients(ours, data())
+        counts.append(len(bound))
+    assert counts[1] == counts[2] < counts[3] == counts[4]
 
 
 def test_hooks_of_inner_modules_run():
