@@ -201,3 +201,21 @@ def test_attention_that_differs_from_call_to_call_is_replayed_if_it_is_near(
     assert captured or "other bits than the plain forward" in graphs.describe()
     near = {"rtol": 20 * noise, "atol": 20 * noise}
     torch.testing.assert_close(got.logits[1], want.logits[1], **near)
+
+
+def test_what_changes_inside_the_body_between_calls_is_followed():
+    """The state of the whole model covers its body, and is checked at each call."""
+    model = built("llama-3-8b")
+    given = prompt(model, 1)
+    with kw.injected(model, graphs=True) as report:
+        for _ in range(3):
+            generated(model, given, **STATIC)
+        assert report.graphs[0].captured == 1
+        for factor in (2.0, 0.5):
+            twin = copy.deepcopy(model)
+            kw.restore(twin)
+            for each in (model, twin):
+                each.model.layers[0].self_attn.scaling *= factor
+            want = generated(twin, given, **STATIC)
+            for _ in range(3):
+                same(generated(model, given, **STATIC), want)
