@@ -327,3 +327,30 @@ def test_keys_and_values_are_not_copied_for_heads_that_share_them(monkeypatch):
         assert same(run(model, given), eager)
         assert not copied
     assert fused_sites(report)["heads that share keys and values"] == LAYERS
+
+
+def test_attention_without_copies_is_compared_at_every_length_of_a_cache(monkeypatch):
+    """A verdict of a module is for any length of its cache; a kernel that has eager's bits at one
+    may have others at the next."""
+    usual = F.scaled_dot_product_attention
+    model = model_of("Llama", torch.bfloat16)
+    prompt = words(batch=2)
+    mask = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+    how = {"attention_mask": mask, "do_sample": False}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
+    # the first products of a process on a CPU may have other bits than the same ones later
+    for n in (4, 12, 4):
+        model.generate(prompt["input_ids"], max_new_tokens=n, **how)
+    wanted = {n: model.generate(prompt["input_ids"], max_new_tokens=n, **how) for n in (4, 12)}
+
+    def attend(query, key, value, *args, enable_gqa=False, **more):
+        y = usual(query, key, value, *args, enable_gqa=enable_gqa, **more)
+        return y + 1 if enable_gqa and key.shape[2] > 12 else y
+
+    monkeypatch.setattr(attention, "torch_attends", lambda: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    kw.inject(model)
+    for n in (4, 4, 12, 12, 4):
+        got = model.generate(prompt["input_ids"], max_new_tokens=n, **how)
+        assert torch.equal(got.sequences, wanted[n].sequences)
+        assert all(map(torch.equal, got.logits, wanted[n].logits))

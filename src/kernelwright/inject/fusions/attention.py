@@ -19,11 +19,15 @@ from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
+from ..reuse.packed_weights import why_not_now
 from ..reuse.rope_tables import QK_NORM_ROPE_KEPT
-from ..runtime.sites import declined, mode, site
+from ..runtime.sites import declined, eagerly, equal, mode, site
 from ..state.switches import torch_attends
 from .base import CHANGES_DTYPE, BaseFusions, Part, is_linear
 
+SHARED_HEADS = "heads that share keys and values"
+# bounds memory where layouts never repeat: start over
+LAYOUTS = 1024
 # kernels of PyTorch's attention that read keys and values in place if query heads share them
 READ_SHARED_HEADS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
@@ -227,12 +231,39 @@ class AttentionFusions(BaseFusions):
             )
             return rows.transpose(1, 2).contiguous(), None
 
+        # a verdict of a module is for any length of the cache, but cuDNN's kernel is not
+        if self.exact and not self._has_eagers_bits(
+            (choice, *map(_layout, (query, key, value, mask)), scale),
+            kernel,
+            lambda: attend(mask),
+            query.device,
+        ):
+            declined(SHARED_HEADS, "the kernel that reads them in place has other bits here")
+            return self._attend_masked(attend, query, key, value, mask, scale)
         return site(
-            "heads that share keys and values",
+            SHARED_HEADS,
             lambda: self._attend_masked(attend, query, key, value, mask, scale),
             kernel,
             *(query, key, value),
         )
+
+    def _has_eagers_bits(
+        self,
+        layouts: Any,
+        kernel: Callable[[], Any],
+        eager: Callable[[], Any],
+        device: torch.device,
+    ) -> bool:
+        """Whether attention has eager's bits for these layouts: compared at first sight of a
+        module, and whenever they are new. During a capture nothing can be compared."""
+        known = self.attention_layouts.get(layouts)
+        if (known is None or mode.notes is not None) and why_not_now(device) is None:
+            with eagerly(), torch.no_grad():
+                known = equal(kernel(), eager())
+            if len(self.attention_layouts) >= LAYOUTS:
+                self.attention_layouts.clear()
+            self.attention_layouts[layouts] = known
+        return bool(known)
 
     def _attend_masked(
         self,
@@ -327,6 +358,10 @@ class AttentionFusions(BaseFusions):
             return algorithms.linear(rows, linear.weight, linear.bias)[:, :tokens]
 
         return site("product of a part of the rows", eager, kernel, rows)
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device
 
 
 def _into(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> Any:

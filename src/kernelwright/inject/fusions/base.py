@@ -41,6 +41,8 @@ class BaseFusions:
     masks: PerForwardCache = field(default_factory=PerForwardCache)
     modulations: PerForwardCache = field(default_factory=PerForwardCache)
     same_bits: SameBits = field(default_factory=SameBits)
+    # layouts of query, key, value and mask, and whether a kernel without copies has eager's bits
+    attention_layouts: dict[Any, bool] = field(default_factory=dict)
     # layouts of tokens and caches, and whether the kernel that decodes into a cache suits them
     cache_layouts: dict[Any, bool] = field(default_factory=dict)
     programs: Programs = field(init=False)
