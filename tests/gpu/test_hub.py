@@ -155,7 +155,7 @@ def test_a_gemma_with_layers_of_the_package_errs_no_more_than_eager(package, rou
         name, changed = "GemmaMLP", ours.model.layers[0].mlp
     else:
         ours.set_use_kernels(True, hub.kernel_config(package))
-        name, changed = "GeluTanh", ours.model.layers[0].mlp.act_fn
+        name, changed = "ExactGeluTanh", ours.model.layers[0].mlp.act_fn
     assert changed.forward.__func__ is getattr(get_local_kernel(package).layers, name).forward
     errs_no_more_than_eager(ours, model, inputs)
 

@@ -174,6 +174,49 @@ def test_a_weight_is_fetched_where_its_layer_runs_in_16_bits_and_leaves_again(mo
     assert len(resting_in(model)) == 3
 
 
+def test_a_weight_that_changed_its_dtype_while_it_rested_is_fetched(model, x):
+    kw.inject(model, numerics="fp8")
+    with torch.no_grad():
+        model(x)
+    layer = model.blocks[0]
+    eight = getattr(forwards.installed(layer), forwards.MARK)
+    model.to(torch.bfloat16)
+    changed, values = layer.weight.data_ptr(), layer.weight.clone()
+    assert eight.fetch(layer)
+    assert layer.weight.data_ptr() != changed
+    assert torch.equal(layer.weight, values)
+
+
+def test_a_transform_of_torch_func_leaves_weights_where_they_are(model, x):
+    def loss(x):
+        return model(x).square().sum()
+
+    expected = torch.func.grad(loss)(x)
+    kw.inject(model, numerics="fp8")
+    with torch.no_grad():
+        model(x)
+    at_rest = resting_in(model)
+    assert same(torch.func.grad(loss)(x), expected)
+    assert resting_in(model) == at_rest
+    with torch.no_grad():
+        assert model(x).untyped_storage()  # no tensor of the transform is left in the model
+    assert all(p.untyped_storage() for p in model.parameters())
+
+
+def test_a_wrapper_from_before_a_change_of_the_class_calls_what_it_would_without_us(
+    model, x, monkeypatch
+):
+    kw.inject(model, numerics="fp8")
+    with torch.no_grad():
+        model(x)
+        layer, unchanged = model.blocks[0], nn.Linear.forward
+        inner = layer.forward
+        layer.forward = lambda x: inner(x)
+        expected = layer(x)
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: unchanged(self, x) + 1)
+        assert same(layer(x), expected)
+
+
 def test_a_weight_that_was_written_to_while_it_was_back_is_copied_again(model, x):
     kw.inject(model, numerics="fp8")
     model(x)
@@ -312,6 +355,12 @@ class TestDropped:
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
         assert accuracy.error(model(x[:2]), expected[:2]) < 0.1  # by the fp8 weights
+
+    def test_it_runs_after_a_change_of_dtype(self, model, x):
+        kw.inject(model, numerics="fp8", keep=None)
+        expected = model(x)
+        model.to(torch.bfloat16)
+        assert accuracy.error(model(x[:2].bfloat16()).float(), expected[:2]) < 0.1
 
     def test_what_needs_the_weights_says_so(self, model, x):
         kw.inject(model, numerics="fp8", keep=None)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...backends.torch_internals import in_functorch
 from ...backends.user_warnings import warn
 from ...library_internals import base_layer, peft_children
 from ...ops import fp8
@@ -82,6 +83,7 @@ class Fp8Layers:
 
     def __post_init__(self) -> None:
         self.number = number(self)
+        self._class_forward = nn.Linear.forward  # others may replace it later
         self.attention = Fp8Attention(self.checker)
 
     def __deepcopy__(self, memo: Any) -> Fp8Layers:
@@ -94,7 +96,7 @@ class Fp8Layers:
             y = self(layer, input)
             return self.in_16_bits(layer, input) if y is None else y
 
-        forward.__wrapped__ = nn.Linear.forward  # type: ignore[attr-defined]
+        forward.__wrapped__ = self._class_forward  # type: ignore[attr-defined]
         setattr(forward, MARK, self)
         return forward
 
@@ -110,7 +112,7 @@ class Fp8Layers:
 
     def in_16_bits(self, layer: Any, x: Tensor) -> Tensor:
         """layer(x) by its own forward, with its weight on the device of x."""
-        own = forwards.class_forward(layer, nn.Linear.forward)
+        own = forwards.class_forward(layer, self._class_forward)
         if torch.compiler.is_compiling():
             return own(layer, x)
         weight = layer._parameters.get("weight")
@@ -119,7 +121,8 @@ class Fp8Layers:
         if self.resting.is_dropped(layer):  # what is left of it
             kept = self._layers[layer]
             return F.linear(x, (kept.weight.float() * kept.scale).to(x.dtype), layer.bias)
-        if self.resting.home_of(layer) == x.device and not capturing():
+        # what is made inside a transform of torch.func is not to outlive it
+        if self.resting.home_of(layer) == x.device and not capturing() and not in_functorch():
             self.fetch(layer)
         if layer.weight.device == x.device:
             return own(layer, x)
@@ -145,7 +148,7 @@ class Fp8Layers:
 
     def _let_rest(self, layer: Any, kept: Quantised) -> None:
         """Move the 16-bit weight of a layer that runs in fp8 off the GPU."""
-        if not capturing() and self.resting.is_due(layer):
+        if not capturing() and not in_functorch() and self.resting.is_due(layer):
             self.resting.rest(layer, self.samples.epoch)
             kept.remade(layer, self.samples)
 

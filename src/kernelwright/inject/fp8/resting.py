@@ -144,12 +144,12 @@ class Resting:
             return True
         with self._lock, torch.inference_mode(False), torch.no_grad():
             weight = layer._parameters.get("weight")
-            resting = weight is not None and rest.awake is None
-            if not resting or not _is_same_memory(weight, rest.copy):
+            if weight is None or rest.awake is not None or not self.is_at_rest(layer):
                 return True
             if rest.dropped is not None:
                 return False
-            weight.data = rest.copy.to(rest.home, copy=True)
+            # not of rest.copy: it may have been changed where it rests, as by `.to(dtype)`
+            weight.data = weight.data.to(rest.home, copy=True)
             rest.awake = MadeFrom.of((weight,), epoch)
             relocated()
             return True
@@ -164,8 +164,12 @@ class Resting:
         return rest is not None and rest.dropped is not None
 
     def is_at_rest(self, layer: Any) -> bool:
-        weight = layer._parameters.get("weight")
-        return type(weight) is nn.Parameter and is_at_rest(weight)
+        """Whether the weight of a layer is on the CPU because of us. So is what others have made of
+        it there since, such as `.to(dtype)`."""
+        weight, rest = layer._parameters.get("weight"), self._rests.get(layer)
+        if type(weight) is not nn.Parameter or weight.device.type != "cpu":
+            return False
+        return is_at_rest(weight) or (rest is not None and rest.awake is None)
 
     def refuse_dropped(self, layers: list[Any], what: str) -> None:
         """Raise an error if the weight of one of these layers is gone."""

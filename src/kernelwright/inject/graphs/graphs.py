@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
-from ..runtime.gradients import gives_gradients, records_gradients
+from ..runtime.gradients import autograd_records, gives_gradients, records_gradients
 from ..runtime.random_draws import generator_states
 from ..runtime.sites import equal
 from .assumptions import Assumptions
@@ -365,14 +365,14 @@ class _Model:
             raise Refusal(obstacle)
         if elsewhere := self.assumptions.devices - {call.device}:
             raise Refusal(f"weights on {listed(elsewhere)}")
-        if torch.is_grad_enabled():
+        if autograd_records():
             weights = self.assumptions.weights()
             if any(t.requires_grad for t in (*call.tensors, *weights)):
                 raise Refusal("gradients are recorded")
 
 
 def _records_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not torch.is_grad_enabled():
+    if not autograd_records():
         return False
     return gives_gradients(args, kwargs) or records_gradients(
         m._parameters for m in model.modules()
