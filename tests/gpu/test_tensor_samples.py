@@ -5,7 +5,8 @@ import torch
 from inject.test_tensor_samples import TENSORS, notices_a_write
 from torch.autograd import DeviceType
 
-from kernelwright.inject.state.tensor_samples import TensorSamples
+from kernelwright.inject.state.sample_comparison import SampleComparison, is_readable
+from kernelwright.inject.state.tensor_samples import TensorSamples, sample_views
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -42,3 +43,16 @@ def test_few_launches_compare_many_tensors():
     on_gpu = [e.name for e in profile.events() if e.device_type == DeviceType.CUDA]
     assert on_gpu.count("kernelwright_state") == 2
     assert len(on_gpu) < 10, on_gpu
+
+
+def test_a_gpu_compares_what_lies_in_pinned_memory():
+    weights = [torch.randn(3000, 2600).bfloat16().pin_memory() for _ in range(3)]
+    views = sample_views(weights, sparse=True)
+    assert all(is_readable(view, torch.device("cuda", 0)) for view in views)
+    assert not is_readable(sample_views([torch.randn(8, 8)], sparse=True)[0], torch.device("cuda"))
+    comparison = SampleComparison(views, [v.clone() for v in views], torch.device("cuda", 0))
+    (unchanged,) = comparison()
+    assert unchanged.is_cuda
+    assert unchanged
+    weights[1].data += 1
+    assert not comparison()[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...backends.torch_internals import pytree
 from ..runtime.random_draws import states_of
-from ..state.sample_comparison import SampleComparison
+from ..state.sample_comparison import SampleComparison, is_readable
 from ..state.tensor_samples import PendingCheck, compare_pairs, pending, sample_views
 from ..state.weights_at_rest import is_at_rest
 from .buffers import InputBuffer, Refusal, Results
@@ -154,15 +154,15 @@ class Captured:
         if list(map(id, pytree.tree_leaves((args, kwargs)))) != list(map(id, leaves)):
             raise Refusal("forward changes a list or a dict among its inputs")
         dependencies = list({id(t): t for t in self._dependencies}.values())
-        resting = [t for t in dependencies if is_at_rest(t)]  # the host compares these
-        sources = [t for t in dependencies if not is_at_rest(t)]
-        views = sample_views(resting, sparse=True)
-        self._at_rest = SampleComparison(views, [view.clone() for view in views])
+        views = sample_views([t for t in dependencies if is_at_rest(t)], sparse=True)
+        by_host = [view for view in views if not is_readable(view, device)]
+        self._at_rest = SampleComparison(by_host, [view.clone() for view in by_host])
+        views = [view for view in views if is_readable(view, device)]
+        views += sample_views([t for t in dependencies if not is_at_rest(t)])
         # also a graph: it may have samples of several element sizes, a launch each
         self._compare: Callable[[], None] | None = None
-        if sources:
-            views = sample_views(sources)
-            self._samples = SampleComparison(views, [view.clone() for view in views])
+        if views:
+            self._samples = SampleComparison(views, [view.clone() for view in views], device)
             self._compare, self._compared = recorder.record(self._samples, device)
         if reads is not None:
             self._dependencies += [t for t in reads.sources if not t.is_inference()]
@@ -192,7 +192,8 @@ class Captured:
         return lambda: self._resting_unchanged() and wait()
 
     def _resting_unchanged(self) -> bool:
-        """Whether weights that rest on the CPU are unchanged; compared while the GPU replays."""
+        """Whether weights that rest on the CPU, and that the GPU cannot read there, are unchanged;
+        compared while it replays."""
         return all(map(bool, self._at_rest()))
 
     def forget_inputs(self) -> None:

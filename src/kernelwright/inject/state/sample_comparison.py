@@ -3,7 +3,7 @@
 PyTorch's own ops take a copy of all samples and two passes over it: on an H200, before each forward
 of LTX-Video, 0.2 of 41 ms of the GPU and as much of the host. On a CPU a copy of each view costs 9
 us: 2 ms for the weights of Llama-3-8B, which rest there in fp8, and a token takes 3 ms. So short
-views are read by one op, by their addresses.
+views are read by one op, by their addresses, or by the GPU where their memory is pinned.
 """
 
 from __future__ import annotations
@@ -23,20 +23,34 @@ SHORT = 1024  # elements of a view that is read by address
 THREADS, PIECE = 256, 1024  # not tuned: 4 loads a thread keep enough bytes in flight
 
 
+def is_readable(view: Tensor, device: torch.device) -> bool:
+    """Whether a view can be compared on a device: it lies there, or in pinned memory, which a
+    kernel on a GPU reads at the addresses that the host has for it."""
+    if view.device == device:
+        return True
+    if view.device.type != "cpu" or not (_has_one_stride(view) and _has_kernel(device, view.dtype)):
+        return False
+    return view.is_pinned()
+
+
 class SampleComparison:
     """Integer views of tensors, and what they held. The views must be of the same memory at each
-    call; this keeps them, and so what they keep alive."""
+    call; this keeps them, and so what they keep alive. With `device`, that is where views are
+    compared that `is_readable` there."""
 
-    def __init__(self, now: Sequence[Tensor], then: Sequence[Tensor]) -> None:
+    def __init__(
+        self, now: Sequence[Tensor], then: Sequence[Tensor], device: torch.device | None = None
+    ) -> None:
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for view, values in zip(now, then, strict=True):
             if view.numel() == 0:
                 continue
-            short = view.is_cuda or view.numel() <= SHORT
-            key = view.device, view.dtype, _has_one_stride(view) and short
+            place = device if device is not None and is_readable(view, device) else view.device
+            short = place.type == "cuda" or view.numel() <= SHORT
+            key = place, view.dtype, _has_one_stride(view) and short
             views, copies = groups.setdefault(key, ([], []))
             views.append(view)
-            copies.append(values.reshape(-1))
+            copies.append(values.reshape(-1).to(place))
         self._runs = [
             _comparison(device, dtype, one_stride)(views, torch.cat(copies))
             for (device, dtype, one_stride), (views, copies) in groups.items()
@@ -53,9 +67,13 @@ def _comparison(
 ) -> Callable[[list[Tensor], Tensor], Callable[[], Tensor]]:
     if one_stride and device.type == "cpu":
         return _ByAddress
-    if one_stride and cuda.problem(device, dtype) is None:
+    if one_stride and _has_kernel(device, dtype):
         return _Kernel
     return _torch_ops
+
+
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return cuda.problem(device, dtype) is None
 
 
 def _has_one_stride(view: Tensor) -> bool:
@@ -93,7 +111,7 @@ def _addresses(view: Tensor) -> Tensor:
 
 
 class _Kernel:
-    """Compares views of one device and element size, cut into pieces of one block each."""
+    """Compares views of one element size on one device, cut into pieces of one block each."""
 
     def __init__(self, views: list[Tensor], then: Tensor) -> None:
         device = then.device
