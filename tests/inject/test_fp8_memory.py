@@ -187,6 +187,22 @@ def test_a_weight_that_changed_its_dtype_while_it_rested_is_fetched(model, x):
     assert torch.equal(layer.weight, values)
 
 
+def test_what_others_make_of_a_weight_that_rests_is_moved_to_the_input(model, x):
+    """Of a parameter on the CPU, functional_call and plain attributes get tensors on the CPU."""
+    kw.inject(model, numerics="fp8")
+    with torch.no_grad():
+        model(x)
+    layer = model.blocks[0]
+    eight = getattr(forwards.installed(layer), forwards.MARK)
+    eight.resting._home = meta = torch.device("meta")  # stands for a GPU
+    values, bias = layer.weight.detach() * 2, layer.bias.to("meta")
+    for put in (layer._parameters, layer.__dict__):
+        del layer.weight, layer.bias
+        put["weight"], layer.__dict__["bias"] = values, bias
+        assert eight.in_16_bits(layer, x.to(meta)).shape == x.shape
+        assert layer.weight is values
+
+
 def test_a_transform_of_torch_func_leaves_weights_where_they_are(model, x):
     def loss(x):
         return model(x).square().sum()

@@ -8,6 +8,7 @@ see resting.py.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,18 +116,20 @@ class Fp8Layers:
         own = forwards.class_forward(layer, self._class_forward)
         if torch.compiler.is_compiling():
             return own(layer, x)
-        weight = layer._parameters.get("weight")
-        if type(weight) is not nn.Parameter or not self.resting.is_at_rest(layer):
+        weight = layer._parameters.get("weight", layer.__dict__.get("weight"))
+        if self.resting.is_at_rest(layer):
+            if self.resting.is_dropped(layer):  # what is left of it
+                kept = self._layers[layer]
+                return F.linear(x, (kept.weight.float() * kept.scale).to(x.dtype), layer.bias)
+            # what is made inside a transform of torch.func is not to outlive it
+            if self.resting.home_of(layer) == x.device and not capturing() and not in_functorch():
+                self.fetch(layer)
+        if not isinstance(weight, Tensor) or weight.device == x.device:
             return own(layer, x)
-        if self.resting.is_dropped(layer):  # what is left of it
-            kept = self._layers[layer]
-            return F.linear(x, (kept.weight.float() * kept.scale).to(x.dtype), layer.bias)
-        # what is made inside a transform of torch.func is not to outlive it
-        if self.resting.home_of(layer) == x.device and not capturing() and not in_functorch():
-            self.fetch(layer)
-        if layer.weight.device == x.device:
+        if weight.device.type != "cpu" or not self.resting.is_home(x.device):
             return own(layer, x)
-        return F.linear(x, weight.to(x.device), layer.bias)  # of a copy of the model
+        # of a copy of the model, or made by others of a weight that rested
+        return own(_with_weight(layer, weight.to(x.device)), x)
 
     def fetch(self, *layers: Any) -> bool:
         """Have the 16-bit weights of these layers on the GPU; False if one was dropped. They leave
@@ -367,6 +370,15 @@ class Fp8Layers:
         if problem:
             warn(f"{name} at {inputs}: {problem}; that stays eager")
         return result if kept.good else expected
+
+
+def _with_weight(layer: Any, weight: Tensor) -> Any:
+    """A layer like this one, with another weight."""
+    other = copy.copy(layer)
+    other._parameters = dict(layer._parameters)
+    holder = other._parameters if "weight" in layer._parameters else other.__dict__
+    holder["weight"] = weight
+    return other
 
 
 def _is_short(x: Tensor) -> bool:

@@ -159,6 +159,10 @@ class Resting:
         rest = self._rests.get(layer)
         return None if rest is None else rest.home
 
+    def is_home(self, device: torch.device) -> bool:
+        """Whether weights have come from this device."""
+        return self._home == device
+
     def is_dropped(self, layer: Any) -> bool:
         rest = self._rests.get(layer)
         return rest is not None and rest.dropped is not None
