@@ -34,10 +34,14 @@ def _all(made: Any) -> list[Case]:
         Case("rows narrower than a warp's load", made(1, 16, 48)),
         Case("gate and up", made(1, 128, 512, glu=True)),
         Case("five rows, gate and up", made(5, 74, 528, glu=True)),
+        Case("sixteen rows", made(16, 48, 320)),
+        Case("nine rows, odd number of outputs, bias", made(9, 37, 656, bias=True)),
+        Case("twelve rows, gate and up", made(12, 74, 1552, glu=True)),
         Case("llama, QKV of a token", made(1, 6144, 4096), True, "llama"),
         Case("llama, gate and up of a token", made(1, 28672, 4096, glu=True), True, "llama"),
         Case("llama, down of a token", made(1, 4096, 14336), True, "llama"),
         Case("llama, down of eight tokens", made(8, 4096, 14336), True, "llama"),
+        Case("llama, gate and up of 16 tokens", made(16, 28672, 4096, glu=True), True, "llama"),
     ]
 
 
@@ -45,8 +49,8 @@ CASES, FP8_CASES = _all(layer), _all(eight)
 
 
 def sized(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
-    return layer(min(rows, 8), width, width)(inputs)
+    return layer(min(rows, 16), width, width)(inputs)
 
 
 def sized_fp8(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
-    return eight(min(rows, 8), width, width)(inputs)
+    return eight(min(rows, 16), width, width)(inputs)

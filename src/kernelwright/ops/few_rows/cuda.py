@@ -8,6 +8,7 @@ from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
 from ..fp8.reference import DTYPE as EIGHT
 from ..row.call import check_fp8
+from . import most_rows
 
 if TYPE_CHECKING:
     from ..plan import Call
@@ -20,6 +21,12 @@ WARPS = 4
 OUTPUTS, AHEAD = 4, 2
 
 
+# Rows from which on tensor cores multiply, and their launch: tiles of 16 outputs of a block, loads
+# of each output under way in a thread, and warps that share them.
+TENSOR_CORES = 3
+TILES, TILES_AHEAD, TILE_WARPS = 1, 4, 8
+
+
 def plan(call: Call) -> CudaLaunch:
     x, weight, glu = (call[n] for n in ("x", "weight", "glu"))
     eight = weight.dtype == EIGHT
@@ -28,25 +35,38 @@ def plan(call: Call) -> CudaLaunch:
     n, k = weight.shape
     if x.dtype.itemsize != 2 or weight.dtype not in (x.dtype, EIGHT):
         raise Unsupported(f"x of {x.dtype} and a weight of {weight.dtype}, expected 16 bits")
-    rows = x.numel() // k if k else 0
+    rows, most = x.numel() // k if k else 0, most_rows(call.target.capability)
     # a row of x is loaded in pieces of 16 bytes as well
-    if not 0 < rows <= 8 or k * weight.dtype.itemsize % 16 or k % 8:
-        raise Unsupported(f"{rows} rows of {k}, it takes up to 8 of a multiple of 16 bytes")
+    if not 0 < rows <= most or k * weight.dtype.itemsize % 16 or k % 8:
+        raise Unsupported(f"{rows} rows of {k}, it takes up to {most} of a multiple of 16 bytes")
     if not (x.is_contiguous() and weight.is_contiguous()) or call.alignment < 16:
         raise Unsupported("a tensor is not contiguous, or not aligned to 16 bytes")
     if call["bias"] is not None and call["bias"].dtype != x.dtype:
         raise Unsupported(f"a bias of {call['bias'].dtype}")
     made = n // 2 if glu else n
-    each = OUTPUTS // 2 if glu else OUTPUTS
+    types = f"{TYPES[x.dtype]}, {'kernelwright::Eight' if eight else TYPES[x.dtype]}"
+    pointers = ("x", "weight", "bias", "scale" if eight else "", "out")
+    gated = str(glu).lower()
+    if rows >= TENSOR_CORES and most > 8:
+        return CudaLaunch(
+            source="ops/few_rows/tensor_cores.cuh",
+            template=f"kernelwright::rows_by_tensor_cores<{types}, {-(-rows // 8)}, {TILES}, "
+            f"{TILES_AHEAD}, {TILE_WARPS}, {gated}>",
+            arguments="kernelwright::TensorCoreRowsArgs",
+            grid=-(-made // (TILES * (8 if glu else 16))),
+            block=32 * TILE_WARPS,
+            pointers=pointers,
+            layout="3I",
+            scalars=(made, k, rows),
+            alignment=16,
+        )
     return CudaLaunch(
         source="ops/few_rows/cuda.cuh",
-        template=f"kernelwright::few_rows<{TYPES[x.dtype]}, "
-        f"{'kernelwright::Eight' if eight else TYPES[x.dtype]}, {rows}, {OUTPUTS}, {AHEAD}, "
-        f"{WARPS}, {str(glu).lower()}>",
+        template=f"kernelwright::few_rows<{types}, {rows}, {OUTPUTS}, {AHEAD}, {WARPS}, {gated}>",
         arguments="kernelwright::FewRowsArgs",
-        grid=-(-made // each),
+        grid=-(-made // (OUTPUTS // 2 if glu else OUTPUTS)),
         block=32 * WARPS,
-        pointers=("x", "weight", "bias", "scale" if eight else "", "out"),
+        pointers=pointers,
         layout="2I",
         scalars=(made, k),
         alignment=16,

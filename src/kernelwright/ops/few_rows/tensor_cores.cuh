@@ -1,0 +1,158 @@
+// y = x W^T for up to sixteen rows x by tensor cores: a weight is read once, straight into the
+// registers that mma.m16n8k16 takes it from, and multiplied with eight rows an instruction.
+//
+// An mma sums over 16 positions k. Any 16 will do, as long as both operands have the same: so a
+// thread takes neighbours of a weight, 16 bytes at once, and those of x that belong to them.
+#pragma once
+#include "ops/few_rows/cuda.cuh"
+
+namespace kernelwright {
+
+struct TensorCoreRowsArgs {
+  const void *x, *weight, *bias, *scale;
+  void* y;
+  unsigned n, k, rows;  // outputs of a row, its width, and the number of rows
+};
+
+struct Sums { float of[4]; };  // of outputs g, g, g + 8, g + 8 and rows 2t, 2t + 1 of each
+
+// 16 outputs by 8 rows; thread 4g + t has outputs g and g + 8, and row g of x, at its positions k
+template <class T>
+__device__ __forceinline__ void multiply(Sums& sums, const unsigned (&w)[4], unsigned low, unsigned high) {
+  float* c = sums.of;
+#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 800
+  if constexpr (same<T, half>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
+#endif
+#else
+  static unsigned held[1024][6];
+  const int me = threadIdx.x, warp = me / 32 * 32, g = me % 32 / 4, t = me % 4;
+  for (int i = 0; i < 4; i++) held[me][i] = w[i];
+  held[me][4] = low, held[me][5] = high;
+  __syncwarp();
+  for (int i = 0; i < 4; i++)
+    for (int u = 0; u < 4; u++) {
+      const unsigned *a = held[warp + 4 * g + u], *b = held[warp + 4 * (2 * t + i % 2) + u];
+      for (int h = 0; h < 2; h++) {
+        c[i] += of_pair<T>(a[i / 2], h) * of_pair<T>(b[4], h);
+        c[i] += of_pair<T>(a[2 + i / 2], h) * of_pair<T>(b[5], h);
+      }
+    }
+  __syncwarp();
+#endif
+}
+
+// Four e4m3 numbers as pairs of T: those of the even bytes, and those of the odd ones. Shifted into
+// the place of T's exponent and mantissa they are too small by a power of two, subnormal ones as well.
+// (The quantiser makes no NaN: a row with one has the scale NaN.)
+template <class T> __device__ __forceinline__ void of_eight(unsigned four, unsigned& even, unsigned& odd) {
+  constexpr bool HALF = same<T, half>;
+  constexpr unsigned BITS = HALF ? 0x3f803f80u : 0x07f007f0u, SIGN = 0x80008000u;
+  constexpr unsigned POWER = HALF ? 0x5c005c00u : 0x7b807b80u;  // 2^8 and 2^120, twice
+  even = mul_pairs<T>((four << (HALF ? 7 : 4) & BITS) | (four << 8 & SIGN), POWER);
+  odd = mul_pairs<T>((four >> (HALF ? 1 : 4) & BITS) | (four & SIGN), POWER);
+}
+
+// A block has TILES tiles of 16 outputs (with GLU, of 8 gates and their ups) of OCTETS times 8 rows;
+// its warps share the width. AHEAD: loads of an output that are under way in a thread.
+template <class X, class W, int OCTETS, int TILES, int AHEAD, int WARPS, bool GLU>
+__device__ __forceinline__ void rows_by_tensor_cores(const TensorCoreRowsArgs& a) {
+  constexpr int V = 16 / sizeof(W), PIECES = V / 8, EACH = GLU ? 8 : 16;
+  constexpr unsigned STEP = 4 * V;  // of the four threads that read the same output
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const unsigned first = blockIdx.x * TILES * EACH;
+  const W* weight[TILES][2];
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      // outputs beyond the last one are computed as the last, and not stored
+      const unsigned n = min(first + i * EACH + g + (GLU ? 0 : 8 * h), a.n - 1) + (GLU && h ? a.n : 0);
+      weight[i][h] = (const W*)a.weight + (i64)n * a.k;
+    }
+  Sums sums[TILES][OCTETS] = {};
+  for (unsigned base = 0; base < a.k; base += WARPS * AHEAD * STEP) {
+    const unsigned from = base + warp * AHEAD * STEP + t * V;
+    uint4 held[AHEAD][TILES][2], rows[AHEAD][OCTETS][PIECES];
+#pragma unroll
+    for (int d = 0; d < AHEAD; d++) {
+      const unsigned k = from + d * STEP;
+      const bool inside = k < a.k;
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) held[d][i][h] = inside ? passing(weight[i][h] + k) : uint4{0, 0, 0, 0};
+#pragma unroll
+      for (int o = 0; o < OCTETS; o++) {
+        const bool is_row = inside && 8 * o + g < (int)a.rows;
+        const uint4* row = (const uint4*)((const X*)a.x + (i64)(8 * o + g) * a.k + k);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) rows[d][o][p] = is_row ? __ldg(row + p) : uint4{0, 0, 0, 0};
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < AHEAD; d++)
+#pragma unroll
+      for (int j = 0; j < V / 4; j++) {  // an mma takes four neighbours of each output
+        unsigned low[OCTETS], high[OCTETS];
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+          const uint4& v = rows[d][o][j / 2];
+          const unsigned one = j % 2 ? v.z : v.x, two = j % 2 ? v.w : v.y;
+          low[o] = same<W, Eight> ? halves(one, 0, two, 0) : one;
+          high[o] = same<W, Eight> ? halves(one, 1, two, 1) : two;
+        }
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+          unsigned w[4];
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const uint4& v = held[d][i][h];
+            if constexpr (same<W, Eight>) {
+              of_eight<X>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w, w[h], w[2 + h]);
+            } else {
+              w[h] = j ? v.z : v.x;
+              w[2 + h] = j ? v.w : v.y;
+            }
+          }
+#pragma unroll
+          for (int o = 0; o < OCTETS; o++) multiply<X>(sums[i][o], w, low[o], high[o]);
+        }
+      }
+  }
+  __shared__ Sums shared[WARPS][TILES * OCTETS][32];
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int o = 0; o < OCTETS; o++) shared[warp][i * OCTETS + o][lane] = sums[i][o];
+  __syncthreads();
+  for (int tile = warp; tile < TILES * OCTETS; tile += WARPS) {
+    Sums total = shared[0][tile][lane];
+    for (int w = 1; w < WARPS; w++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) total.of[c] += shared[w][tile][lane].of[c];
+#pragma unroll
+    for (int c = 0; c < (GLU ? 2 : 4); c++) {
+      const unsigned n = first + tile / OCTETS * EACH + g + c / 2 * 8;
+      const unsigned m = tile % OCTETS * 8 + 2 * t + c % 2;
+      if (n >= a.n || m >= a.rows) continue;
+      float y = total.of[c];
+      if constexpr (same<W, Eight>) y *= ((const float*)a.scale)[n];
+      if constexpr (GLU) {
+        float up = total.of[2 + c];
+        if constexpr (same<W, Eight>) up *= ((const float*)a.scale)[a.n + n];
+        y = Silu<false>::of(y) * up;
+      } else if (a.bias) {
+        y += widen(((const X*)a.bias)[n]);
+      }
+      ((X*)a.y)[(i64)m * a.n + n] = narrow<X>(y);
+    }
+  }
+}
+
+}  // namespace kernelwright
