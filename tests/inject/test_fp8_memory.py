@@ -203,6 +203,22 @@ def test_what_others_make_of_a_weight_that_rests_is_moved_to_the_input(model, x)
         assert layer.weight is values
 
 
+def test_a_parametrization_gets_its_weight_back(model, x):
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    kw.inject(model, numerics="fp8")
+    with torch.no_grad():
+        model(x)
+        layer = model.blocks[0]
+        nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
+        original = layer.parametrizations.weight.original
+        assert is_at_rest(original)
+        model(x)
+    assert not is_at_rest(original)
+
+
 def test_a_transform_of_torch_func_leaves_weights_where_they_are(model, x):
     def loss(x):
         return model(x).square().sum()

@@ -49,6 +49,9 @@ class CudaLaunch:
     `source` is relative to this package, or the absolute path of a header of another package.
     Kernels take one struct: the pointers first, then `scalars` packed by `layout` (struct module
     letters, native alignment), so a hot launch rewrites only the stream and the pointers.
+
+    `resident`: so many blocks on a multiprocessor are enough. Without it the compiler takes few
+    registers, and delays loads that could be under way together.
     """
 
     source: str
@@ -60,6 +63,7 @@ class CudaLaunch:
     layout: str
     scalars: tuple[int | float, ...]
     alignment: int = 16
+    resident: int = 0
 
     @property
     def entry(self) -> str:
@@ -69,9 +73,10 @@ class CudaLaunch:
     @property
     def code(self) -> str:
         """The whole translation unit: the op's header and one entry point."""
+        bounds = f"{self.block}, {self.resident}" if self.resident else self.block
         return (
             f'#include "{self.source}"{_edition(self.source)}\n'
-            f'extern "C" __global__ void __launch_bounds__({self.block})\n'
+            f'extern "C" __global__ void __launch_bounds__({bounds})\n'
             f"{self.entry}(const __grid_constant__ {self.arguments} args) "
             f"{{ {self.template}(args); }}\n"
         )

@@ -124,6 +124,8 @@ class Fp8Layers:
             # what is made inside a transform of torch.func is not to outlive it
             if self.resting.home_of(layer) == x.device and not capturing() and not in_functorch():
                 self.fetch(layer)
+        if weight is None and self.resting.is_home(x.device):
+            self.resting.move(layer, x.device)  # a parametrization has the weight
         if not isinstance(weight, Tensor) or weight.device == x.device:
             return own(layer, x)
         if weight.device.type != "cpu" or not self.resting.is_home(x.device):

@@ -154,6 +154,13 @@ class Resting:
             relocated()
             return True
 
+    def move(self, module: nn.Module, device: torch.device) -> None:
+        """Bring all weights inside a module that is no longer a plain layer to a device."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            for weight in module.parameters():
+                if is_at_rest(weight):
+                    weight.data = weight.data.to(device, copy=True)
+
     def home_of(self, layer: Any) -> torch.device | None:
         """The device from which the weight of a layer has come."""
         rest = self._rests.get(layer)

@@ -1,12 +1,11 @@
-"""Linear layers of one to sixteen rows, as decoding of language models has them: each weight is
-read once, at the speed of memory, in 16 bits or in fp8 with a scale for each output.
+"""Linear layers of a few rows, as decoding of language models has them: each weight is read once,
+at the speed of memory. Up to two rows with a weight in 16 bits, and up to sixteen with one in fp8,
+which has a scale for each output.
 
 A step of other layers, not a public op. Sums are in float32, and in another order than cuBLAS has.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
@@ -17,14 +16,13 @@ from ..fp8.reference import DTYPE as EIGHT
 from ..op import Op
 from . import cases, reference
 
-# with more, cuBLAS reads weights as fast
 MOST_ROWS = 16
+MOST_ROWS_16_BITS = 2  # with more, cuBLAS reads weights as fast
 ALIGNED = 16  # bytes of a weight that a thread loads at once
 
 
-def most_rows(capability: tuple[int, int]) -> int:
-    """The most rows that a GPU takes: threads multiply up to 8, tensor cores up to MOST_ROWS."""
-    return MOST_ROWS if capability >= (8, 0) else 8
+def most_rows(weight: Tensor) -> int:
+    return MOST_ROWS if weight.dtype == EIGHT else MOST_ROWS_16_BITS
 
 
 def is_few(x: Tensor) -> bool:
@@ -50,7 +48,7 @@ def problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         return f"its bias is {bias.dtype}, expected {x.dtype}"
     width = weight.shape[-1]
-    most = most_rows(_capability(x.device.index))
+    most = most_rows(weight)
     if not 0 < x.numel() <= most * width:
         return f"more than {most} rows, or none"
     if not x.is_contiguous() or not weight.is_contiguous():
@@ -60,9 +58,6 @@ def problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
     if any(t.data_ptr() % ALIGNED for t in (x, weight)):
         return f"a tensor does not start at a multiple of {ALIGNED} bytes"
     return None
-
-
-_capability = functools.lru_cache(torch.cuda.get_device_capability)
 
 
 def _check_sizes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, glu: bool) -> None:

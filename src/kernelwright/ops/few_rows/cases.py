@@ -25,31 +25,36 @@ def eight(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> A
     return arguments
 
 
-def _all(made: Any) -> list[Case]:
+def _of_a_token(made: Any) -> list[Case]:
     return [
         Case("a row", made(1, 64, 256)),
-        Case("three rows, bias", made(3, 96, 512, bias=True)),
-        Case("eight rows", made(8, 64, 1024)),
+        Case("two rows, bias", made(2, 96, 512, bias=True)),
         Case("odd number of outputs", made(2, 37, 272, bias=True)),
         Case("rows narrower than a warp's load", made(1, 16, 48)),
         Case("gate and up", made(1, 128, 512, glu=True)),
-        Case("five rows, gate and up", made(5, 74, 528, glu=True)),
-        Case("sixteen rows", made(16, 48, 320)),
-        Case("nine rows, odd number of outputs, bias", made(9, 37, 656, bias=True)),
-        Case("twelve rows, gate and up", made(12, 74, 1552, glu=True)),
+        Case("two rows, gate and up", made(2, 74, 528, glu=True)),
         Case("llama, QKV of a token", made(1, 6144, 4096), True, "llama"),
         Case("llama, gate and up of a token", made(1, 28672, 4096, glu=True), True, "llama"),
         Case("llama, down of a token", made(1, 4096, 14336), True, "llama"),
-        Case("llama, down of eight tokens", made(8, 4096, 14336), True, "llama"),
-        Case("llama, gate and up of 16 tokens", made(16, 28672, 4096, glu=True), True, "llama"),
     ]
 
 
-CASES, FP8_CASES = _all(layer), _all(eight)
+CASES = _of_a_token(layer)
+FP8_CASES = [
+    *_of_a_token(eight),
+    Case("three rows, bias", eight(3, 96, 512, bias=True)),
+    Case("eight rows", eight(8, 64, 1024)),
+    Case("five rows, gate and up", eight(5, 74, 528, glu=True)),
+    Case("sixteen rows", eight(16, 48, 320)),
+    Case("nine rows, odd number of outputs, bias", eight(9, 37, 656, bias=True)),
+    Case("twelve rows, gate and up", eight(12, 74, 1552, glu=True)),
+    Case("llama, down of eight tokens", eight(8, 4096, 14336), True, "llama"),
+    Case("llama, gate and up of 16 tokens", eight(16, 28672, 4096, glu=True), True, "llama"),
+]
 
 
 def sized(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
-    return layer(min(rows, 16), width, width)(inputs)
+    return layer(min(rows, 2), width, width)(inputs)
 
 
 def sized_fp8(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:

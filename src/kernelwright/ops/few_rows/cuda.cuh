@@ -1,4 +1,4 @@
-// y = x W^T for up to eight rows x: every weight is read once, and multiplied with all rows while it
+// y = x W^T for a few rows x: every weight is read once, and multiplied with all rows while it
 // is in registers. A warp makes OUTS outputs of each row; with SPLIT > 1 that many warps share them.
 #pragma once
 #include "ops/glu/cuda.cuh"

@@ -19,12 +19,12 @@ WARPS = 4
 # 4.4 TB/s), 9.9, 7.2, 29.9 and 16.4 us in eight. With 2 outputs, 4 loads and a warp for each pair
 # they took 14.6, 12.0, 56.9 and 33.5 us, and 9.6, 7.4, 30.7 and 19.2 us.
 OUTPUTS, AHEAD = 4, 2
-
-
-# Rows from which on tensor cores multiply, and their launch: tiles of 16 outputs of a block, loads
-# of each output under way in a thread, and warps that share them.
-TENSOR_CORES = 3
-TILES, TILES_AHEAD, TILE_WARPS = 1, 4, 8
+# A weight in fp8 and more than one row: a block has 16 outputs. Loads of each output under way in a
+# thread, warps that share them, and blocks on a multiprocessor. On H200, the layers of Llama-3-8B:
+# 10.2, 7.8, 34.0 and 20.2 us with 8 rows, 10.9, 8.7, 38.7 and 23.0 us with 16; the threads' products
+# took 27.7, 20.7, 116.8 and 43.5 us with 8, cuBLAS in 16 bits takes 16.7, 12.9, 60.1 and 33.1 us.
+# Such a kernel for a weight in 16 bits was no faster than cuBLAS.
+TILE_AHEAD, TILE_WARPS, RESIDENT = 4, 8, 3
 
 
 def plan(call: Call) -> CudaLaunch:
@@ -35,7 +35,7 @@ def plan(call: Call) -> CudaLaunch:
     n, k = weight.shape
     if x.dtype.itemsize != 2 or weight.dtype not in (x.dtype, EIGHT):
         raise Unsupported(f"x of {x.dtype} and a weight of {weight.dtype}, expected 16 bits")
-    rows, most = x.numel() // k if k else 0, most_rows(call.target.capability)
+    rows, most = x.numel() // k if k else 0, most_rows(weight)
     # a row of x is loaded in pieces of 16 bytes as well
     if not 0 < rows <= most or k * weight.dtype.itemsize % 16 or k % 8:
         raise Unsupported(f"{rows} rows of {k}, it takes up to {most} of a multiple of 16 bytes")
@@ -44,25 +44,27 @@ def plan(call: Call) -> CudaLaunch:
     if call["bias"] is not None and call["bias"].dtype != x.dtype:
         raise Unsupported(f"a bias of {call['bias'].dtype}")
     made = n // 2 if glu else n
-    types = f"{TYPES[x.dtype]}, {'kernelwright::Eight' if eight else TYPES[x.dtype]}"
+    x_type = TYPES[x.dtype]
     pointers = ("x", "weight", "bias", "scale" if eight else "", "out")
     gated = str(glu).lower()
-    if rows >= TENSOR_CORES and most > 8:
+    if eight and rows > 1:
         return CudaLaunch(
             source="ops/few_rows/tensor_cores.cuh",
-            template=f"kernelwright::rows_by_tensor_cores<{types}, {-(-rows // 8)}, {TILES}, "
-            f"{TILES_AHEAD}, {TILE_WARPS}, {gated}>",
+            template=f"kernelwright::rows_by_tensor_cores<{x_type}, {-(-rows // 8)}, "
+            f"{TILE_AHEAD}, {TILE_WARPS}, {gated}>",
             arguments="kernelwright::TensorCoreRowsArgs",
-            grid=-(-made // (TILES * (8 if glu else 16))),
+            grid=-(-made // (8 if glu else 16)),
             block=32 * TILE_WARPS,
             pointers=pointers,
             layout="3I",
             scalars=(made, k, rows),
             alignment=16,
+            resident=RESIDENT,
         )
     return CudaLaunch(
         source="ops/few_rows/cuda.cuh",
-        template=f"kernelwright::few_rows<{types}, {rows}, {OUTPUTS}, {AHEAD}, {WARPS}, {gated}>",
+        template=f"kernelwright::few_rows<{x_type}, {'kernelwright::Eight' if eight else x_type}, "
+        f"{rows}, {OUTPUTS}, {AHEAD}, {WARPS}, {gated}>",
         arguments="kernelwright::FewRowsArgs",
         grid=-(-made // (OUTPUTS // 2 if glu else OUTPUTS)),
         block=32 * WARPS,

@@ -1,5 +1,6 @@
-// y = x W^T for up to sixteen rows x by tensor cores: a weight is read once, straight into the
-// registers that mma.m16n8k16 takes it from, and multiplied with eight rows an instruction.
+// y = x W^T for up to sixteen rows x and a weight in fp8, by tensor cores: the weight is read once,
+// straight into the registers that mma.m16n8k16 takes it from, and multiplied with eight rows an
+// instruction, in 16 bits.
 //
 // An mma sums over 16 positions k. Any 16 will do, as long as both operands have the same: so a
 // thread takes neighbours of a weight, 16 bytes at once, and those of x that belong to them.
@@ -23,10 +24,10 @@ __device__ __forceinline__ void multiply(Sums& sums, const unsigned (&w)[4], uns
 #ifdef __CUDA_ARCH__
 #if __CUDA_ARCH__ >= 800
   if constexpr (same<T, half>)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
   else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(low), "r"(high));
 #endif
 #else
@@ -58,100 +59,83 @@ template <class T> __device__ __forceinline__ void of_eight(unsigned four, unsig
   odd = mul_pairs<T>((four >> (HALF ? 1 : 4) & BITS) | (four & SIGN), POWER);
 }
 
-// A block has TILES tiles of 16 outputs (with GLU, of 8 gates and their ups) of OCTETS times 8 rows;
-// its warps share the width. AHEAD: loads of an output that are under way in a thread.
-template <class X, class W, int OCTETS, int TILES, int AHEAD, int WARPS, bool GLU>
+// A block has 16 outputs (with GLU, 8 gates and their ups) of OCTETS times 8 rows; its warps share the
+// width. AHEAD: loads of an output that are under way in a thread.
+template <class X, int OCTETS, int AHEAD, int WARPS, bool GLU>
 __device__ __forceinline__ void rows_by_tensor_cores(const TensorCoreRowsArgs& a) {
-  constexpr int V = 16 / sizeof(W), PIECES = V / 8, EACH = GLU ? 8 : 16;
+  constexpr int V = 16, PIECES = 2, EACH = GLU ? 8 : 16;  // weights of a load, and loads of x for them
   constexpr unsigned STEP = 4 * V;  // of the four threads that read the same output
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const unsigned first = blockIdx.x * TILES * EACH;
-  const W* weight[TILES][2];
+  const unsigned first = blockIdx.x * EACH;
+  const Eight* weight[2];
 #pragma unroll
-  for (int i = 0; i < TILES; i++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      // outputs beyond the last one are computed as the last, and not stored
-      const unsigned n = min(first + i * EACH + g + (GLU ? 0 : 8 * h), a.n - 1) + (GLU && h ? a.n : 0);
-      weight[i][h] = (const W*)a.weight + (i64)n * a.k;
-    }
-  Sums sums[TILES][OCTETS] = {};
+  for (int h = 0; h < 2; h++) {
+    // outputs beyond the last one are computed as the last, and not stored
+    const unsigned n = min(first + g + (GLU ? 0 : 8 * h), a.n - 1) + (GLU && h ? a.n : 0);
+    weight[h] = (const Eight*)a.weight + (i64)n * a.k;
+  }
+  Sums sums[OCTETS] = {};
   for (unsigned base = 0; base < a.k; base += WARPS * AHEAD * STEP) {
     const unsigned from = base + warp * AHEAD * STEP + t * V;
-    uint4 held[AHEAD][TILES][2], rows[AHEAD][OCTETS][PIECES];
+    uint4 held[AHEAD][2], rows[AHEAD][OCTETS][PIECES];
 #pragma unroll
     for (int d = 0; d < AHEAD; d++) {
-      const unsigned k = from + d * STEP;
-      const bool inside = k < a.k;
+      // beyond the width and the rows, loads are of the first ones, and x counts as zero: a branch
+      // around a load would keep it from being under way with others
+      const bool inside = from + d * STEP < a.k;
+      const unsigned k = inside ? from + d * STEP : 0;
 #pragma unroll
-      for (int i = 0; i < TILES; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) held[d][i][h] = inside ? passing(weight[i][h] + k) : uint4{0, 0, 0, 0};
+      for (int h = 0; h < 2; h++) held[d][h] = passing(weight[h] + k);
 #pragma unroll
       for (int o = 0; o < OCTETS; o++) {
-        const bool is_row = inside && 8 * o + g < (int)a.rows;
-        const uint4* row = (const uint4*)((const X*)a.x + (i64)(8 * o + g) * a.k + k);
+        const bool counts = inside && 8 * o + g < (int)a.rows;
+        const uint4* row = (const uint4*)((const X*)a.x + (i64)(counts ? 8 * o + g : 0) * a.k + k);
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) rows[d][o][p] = is_row ? __ldg(row + p) : uint4{0, 0, 0, 0};
+        for (int p = 0; p < PIECES; p++) {
+          const uint4 v = __ldg(row + p);
+          rows[d][o][p] = counts ? v : uint4{0, 0, 0, 0};
+        }
       }
     }
 #pragma unroll
     for (int d = 0; d < AHEAD; d++)
 #pragma unroll
       for (int j = 0; j < V / 4; j++) {  // an mma takes four neighbours of each output
-        unsigned low[OCTETS], high[OCTETS];
+        unsigned w[4];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const uint4& v = held[d][h];
+          of_eight<X>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w, w[h], w[2 + h]);
+        }
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
           const uint4& v = rows[d][o][j / 2];
           const unsigned one = j % 2 ? v.z : v.x, two = j % 2 ? v.w : v.y;
-          low[o] = same<W, Eight> ? halves(one, 0, two, 0) : one;
-          high[o] = same<W, Eight> ? halves(one, 1, two, 1) : two;
-        }
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          unsigned w[4];
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const uint4& v = held[d][i][h];
-            if constexpr (same<W, Eight>) {
-              of_eight<X>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w, w[h], w[2 + h]);
-            } else {
-              w[h] = j ? v.z : v.x;
-              w[2 + h] = j ? v.w : v.y;
-            }
-          }
-#pragma unroll
-          for (int o = 0; o < OCTETS; o++) multiply<X>(sums[i][o], w, low[o], high[o]);
+          // paired as of_eight pairs weights
+          multiply<X>(sums[o], w, halves(one, 0, two, 0), halves(one, 1, two, 1));
         }
       }
   }
-  __shared__ Sums shared[WARPS][TILES * OCTETS][32];
+  __shared__ Sums shared[WARPS][OCTETS][32];
 #pragma unroll
-  for (int i = 0; i < TILES; i++)
-#pragma unroll
-    for (int o = 0; o < OCTETS; o++) shared[warp][i * OCTETS + o][lane] = sums[i][o];
+  for (int o = 0; o < OCTETS; o++) shared[warp][o][lane] = sums[o];
   __syncthreads();
-  for (int tile = warp; tile < TILES * OCTETS; tile += WARPS) {
-    Sums total = shared[0][tile][lane];
-    for (int w = 1; w < WARPS; w++)
+  if (warp >= OCTETS) return;
+  Sums total = shared[0][warp][lane];
+  for (int w = 1; w < WARPS; w++)
 #pragma unroll
-      for (int c = 0; c < 4; c++) total.of[c] += shared[w][tile][lane].of[c];
+    for (int c = 0; c < 4; c++) total.of[c] += shared[w][warp][lane].of[c];
 #pragma unroll
-    for (int c = 0; c < (GLU ? 2 : 4); c++) {
-      const unsigned n = first + tile / OCTETS * EACH + g + c / 2 * 8;
-      const unsigned m = tile % OCTETS * 8 + 2 * t + c % 2;
-      if (n >= a.n || m >= a.rows) continue;
-      float y = total.of[c];
-      if constexpr (same<W, Eight>) y *= ((const float*)a.scale)[n];
-      if constexpr (GLU) {
-        float up = total.of[2 + c];
-        if constexpr (same<W, Eight>) up *= ((const float*)a.scale)[a.n + n];
-        y = Silu<false>::of(y) * up;
-      } else if (a.bias) {
-        y += widen(((const X*)a.bias)[n]);
-      }
-      ((X*)a.y)[(i64)m * a.n + n] = narrow<X>(y);
+  for (int c = 0; c < (GLU ? 2 : 4); c++) {
+    const unsigned n = first + g + c / 2 * 8, m = warp * 8 + 2 * t + c % 2;
+    if (n >= a.n || m >= a.rows) continue;
+    float y = total.of[c] * ((const float*)a.scale)[n];
+    if constexpr (GLU) {
+      y = Silu<false>::of(y) * (total.of[2 + c] * ((const float*)a.scale)[a.n + n]);
+    } else if (a.bias) {
+      y += widen(((const X*)a.bias)[n]);
     }
+    ((X*)a.y)[(i64)m * a.n + n] = narrow<X>(y);
   }
 }
 
