@@ -21,8 +21,8 @@ WARPS = 4
 OUTPUTS, AHEAD = 4, 2
 # A weight in fp8 and more than one row: a block has 16 outputs. Loads of each output under way in a
 # thread, warps that share them, and blocks on a multiprocessor. On H200, the layers of Llama-3-8B:
-# 10.2, 7.8, 34.0 and 20.2 us with 8 rows, 10.9, 8.7, 38.7 and 23.0 us with 16; the threads' products
-# took 27.7, 20.7, 116.8 and 43.5 us with 8, cuBLAS in 16 bits takes 16.7, 12.9, 60.1 and 33.1 us.
+# 10.2, 7.8, 34.0 and 20.2 us with 8 rows, 10.9, 8.7, 38.7 and 23.0 us with 16; products of single
+# threads took 27.7, 20.7, 116.8 and 43.5 us with 8, cuBLAS in 16 bits 16.7, 12.9, 60.1 and 33.1 us.
 # Such a kernel for a weight in 16 bits was no faster than cuBLAS.
 TILE_AHEAD, TILE_WARPS, RESIDENT = 4, 8, 3
 
