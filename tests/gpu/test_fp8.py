@@ -10,9 +10,10 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import layers
+from kernelwright.inject.fp8 import layers, pinned_memory
 from kernelwright.inject.runtime import forwards, model_run
-from kernelwright.inject.state.tensor_samples import TensorSamples
+from kernelwright.inject.state.sample_comparison import SampleComparison
+from kernelwright.inject.state.tensor_samples import TensorSamples, sample_views
 from kernelwright.inject.verify import accuracy
 from kernelwright.ops import fp8
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
@@ -316,3 +317,17 @@ def test_offloading_works_after_weights_have_left(wide_flux, offload, monkeypatc
         model.enable_group_offload(onload_device=torch.device("cuda"), **how)
         for _ in range(3):
             assert accuracy.error(run(model, inputs), expected) < 0.25
+
+
+def test_memory_for_resting_weights_is_pinned_and_read_by_the_gpu():
+    weight = torch.randn(4096, 4096, device="cuda").bfloat16()
+    memory = pinned_memory.PinnedMemory()
+    copy = memory.like(weight).copy_(weight)
+    assert copy.is_pinned()
+    assert copy.untyped_storage().nbytes() == weight.nbytes
+    assert torch.equal(copy.cuda(), weight)
+    (view,) = sample_views([copy], sparse=True)
+    comparison = SampleComparison([view], [view.clone()], weight.device)
+    assert comparison()[0]
+    copy += 1
+    assert not comparison()[0]

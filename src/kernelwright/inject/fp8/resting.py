@@ -16,19 +16,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils import dlpack
 
 from ..graphs.capture import relocated
 from ..reuse.prompt_values import MadeFrom
 from ..state.weights_at_rest import is_at_rest, note_at_rest
+from .pinned_memory import PinnedMemory
 
 KEEP = ("cpu", "gpu", None)
 # weights that were moved by others LIMIT times after fewer than CALLS calls are moved routinely, as
 # group offload does: leave them where they are
 CALLS, LIMIT = 8, 3
-# PyTorch rounds pinned allocations up to powers of two, half as much again for the weights of FLUX:
-# they are cut out of blocks of this size
-BLOCK = 2**29
 
 
 def leaves_gpu(weight: Tensor) -> bool:
@@ -52,31 +49,6 @@ class _Rest:
     moved: int = 0
 
 
-class _PinnedMemory:
-    """Hands out slices of large pinned blocks, each with a storage of its own that keeps its block
-    alive."""
-
-    def __init__(self) -> None:
-        self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
-
-    def like(self, weight: Tensor) -> Tensor:
-        size = weight.nbytes
-        begin = -(-self._used // 256) * 256
-        if begin + size > self._block.numel():
-            self._block, begin = _pinned(max(BLOCK, size)), 0
-        self._used = begin + size
-        piece = self._block[begin : begin + size]
-        alone = dlpack.from_dlpack(dlpack.to_dlpack(piece))
-        return alone.view(weight.dtype).view(weight.shape)
-
-
-def _pinned(size: int) -> Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    except RuntimeError:  # the system limits how much may be pinned
-        return torch.empty(size, dtype=torch.uint8)
-
-
 @dataclass(eq=False)
 class Resting:
     """The 16-bit weights of one injection's fp8 layers."""
@@ -85,7 +57,7 @@ class Resting:
     # layers whose weights stay where they are, and why
     staying: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
     _rests: WeakKeyDictionary[nn.Module, _Rest] = field(default_factory=WeakKeyDictionary)
-    _memory: _PinnedMemory = field(default_factory=_PinnedMemory)
+    _memory: PinnedMemory = field(default_factory=PinnedMemory)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _home: torch.device | None = None
 
