@@ -2,13 +2,15 @@
 
 KERNELWRIGHT_FUZZ_SECONDS is the time for each model (60), KERNELWRIGHT_FUZZ_SEED the first seed.
 KERNELWRIGHT_FUZZ_REPLAY is a file for the line that repeats the step under way: if the GPU crashes,
-nothing else says which one it was.
+nothing else says which one it was. KERNELWRIGHT_FUZZ_TALLY is a file to which each model adds its
+counts.
 """
 
 import os
 import time
 import warnings
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 SECONDS = float(os.environ.get("KERNELWRIGHT_FUZZ_SECONDS", "60"))
 SEED = int(os.environ.get("KERNELWRIGHT_FUZZ_SEED", "0"))
+TALLY = os.environ.get("KERNELWRIGHT_FUZZ_TALLY")
 ON_GPU = {"device": "cuda", "dtype": torch.bfloat16}
 
 
@@ -32,7 +35,11 @@ def fuzzed(preset, seconds, steps=12, **how):
             with suppress(mutations.Differs):
                 mutations.sequence(preset, seed, steps, tally=tally, **ON_GPU, **how)
             seed += 1
-    print(f"\n{preset} {how}: {tally}")
+    counts = f"{preset} {how}: {tally}"
+    print(f"\n{counts}")
+    if TALLY:
+        with Path(TALLY).open("a") as file:
+            file.write(f"{counts}\n")
     for replay, what in tally.differences[:20]:
         print(f"{what}\n    {replay}")
     assert tally.steps

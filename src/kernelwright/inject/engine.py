@@ -84,7 +84,7 @@ def inject(
         _active[root] = [injection]
         injection.install()
         if device is not None:
-            place(root, torch.device(device), injection.fp8_layers)
+            place(root, torch.empty(0, device=device).device, injection.fp8_layers)
     return report
 
 

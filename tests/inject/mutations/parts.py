@@ -337,6 +337,8 @@ def _stack(model, name):
 def plain_weight(side, draw):
     """Its weight is a plain attribute."""
     module = side.at(side.pick(draw, lambda m: type(m) is nn.Linear and has_weight(m)))
+    if module.weight.is_meta:
+        raise NotHere  # offload: its values are elsewhere
     values = module.weight.detach().clone() * 1.1
     del module.weight
     module.weight = values

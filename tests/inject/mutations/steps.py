@@ -11,7 +11,19 @@ import torch
 import kernelwright as kw
 from kernelwright.inject.verify import accuracy
 
-from .core import KINDS, Differs, NotHere, Refused, Side, World, call, difference, drawn, same_bits
+from .core import (
+    KINDS,
+    Differs,
+    NotHere,
+    Refused,
+    Side,
+    World,
+    call,
+    difference,
+    drawn,
+    outputs,
+    same_bits,
+)
 
 # of a sum of float32 in another order, over the few thousand terms of a tiny model
 GRADIENTS = {"rtol": 1e-4, "atol": 1e-6}
@@ -21,6 +33,7 @@ HALF_GRADIENTS = {"rtol": 2**-6, "atol": 2**-10}
 # mantissa, some four roundings in a row), the error of an fp8 layer, and float32's
 ERRORS = {"fused": 2**-6, "fp8": 0.074}
 FLOAT32_ERROR = 1e-5
+AMPLIFIED = 1.25
 
 UNDO = "undo"
 # a file for the step under way: a process that crashes in it leaves that behind
@@ -107,7 +120,7 @@ def compare(world, times=1):
     """The injected model against the other, `times` calls of each."""
     for _ in range(times):
         with _told(world, world.twin):
-            want = call(world, world.twin)
+            want = eager = call(world, world.twin)
             if world.numerics != "exact":
                 # a new injection of a model in the same state has cached nothing
                 fresh = Side(copy.deepcopy(world.twin.model))
@@ -121,7 +134,7 @@ def compare(world, times=1):
             if world.numerics != "exact":
                 call(world, world.ours)
             got = call(world, world.ours)
-        if not same_bits(got[0], want[0]) and not _as_near(world, got[0], want[0]):
+        if not same_bits(got[0], want[0]) and not _as_near(world, got[0], want[0], eager[0]):
             _check_repeats(world, want[0])
             raise Differs(difference(got[0], want[0]))
         world.once = None
@@ -150,20 +163,26 @@ def _has_zeros(inputs):
     return any(isinstance(v, torch.Tensor) and v.numel() and not v.any() for v in inputs.values())
 
 
-def _as_near(world, got, want):
+def _as_near(world, got, want, eager):
     """Whether two results of a tier that may round differently are as close to each other as each
     must be to a float32 run: on a GPU, layers that are packed in one and not in the other use
-    different GEMM algorithms. A stale result is off by far more."""
+    different GEMM algorithms. Where the tier itself is further off, as after a norm that amplifies
+    errors, the injected model need not be nearer to eager than a new injection is. A stale result
+    is off by far more."""
     if world.numerics == "exact" or difference(got, want).startswith("other"):
         return False
+    got, want, eager = outputs(got), outputs(want), outputs(eager)
     bound = ERRORS[world.numerics]
     wide = all(t.dtype == torch.float32 for t in want)
     if wide and world.device == "cpu" and world.numerics == "fused":
         bound = FLOAT32_ERROR
     if any(not torch.equal(a.isfinite(), b.isfinite()) for a, b in zip(got, want, strict=True)):
         return False
-    got, want = ([t[t.isfinite()] for t in side] for side in (got, want))
-    return accuracy.error(got, want) <= 2 * bound
+    finite = [t.isfinite() for t in want]
+    got, want, eager = ([t[f] for t, f in zip(s, finite, strict=True)] for s in (got, want, eager))
+    if accuracy.error(got, want) <= 2 * bound:
+        return True
+    return accuracy.error(got, eager) <= AMPLIFIED * accuracy.error(want, eager)
 
 
 def _counts(side):
