@@ -259,9 +259,14 @@ def test_text_generation_and_calibration_have_their_sections(written):
     exact = row | {"config": "exact", "ms": 10.0, "tokens_per_s": 100.0, "first_token_ms": 25.0}
     subject = {"subject": "F.rms_norm", "way": None, "chains": ["rmsnorm torch"]}
     subject |= {"compared": 4096, "differing": 7, "packages": ["quack 1.0"]}
-    files = read([written("generation", eager, exact), written("calibration", subject)])
+    varying = exact | {"config": "fused", "tokens_equal": False, "equal": False}
+    varying |= {"eager_repeats": False}
+    timed = written("generation", varying, exact, eager)
+    files = read([timed, written("calibration", subject)])
     text = page(files)
     rows = Outline(text).rows
+    assert [r[0] for r in rows if r[-1] in ("same", "eager varies")] == ["eager", "fused", "exact"]
+    assert rows[[r[0] for r in rows].index("fused")][-2:] == ["eager varies", "eager varies"]
     assert "<h4>llama-3-8b, 128 tokens of prompt, 96 new</h4>" in text
     assert ["exact", "100.0", "10.00", "2.00×", "25.0", "2.0", "same", "same"] in rows
     assert ["F.rms_norm", "no kernel: runs eager", "rmsnorm torch", "4,096", "7"] in rows

@@ -35,13 +35,13 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{base / row['ms']:.2f}×" if base else "",
             f"{row['first_token_ms']:.1f}",
             f"{row['first_s']:.1f}",
-            "same" if row["tokens_equal"] else "differ",
-            _bits(row),
+            _same(row, "tokens_equal"),
+            _same(row, "equal"),
         )
     return shown
 
 
-def _bits(row: dict[str, Any]) -> str:
-    if row["equal"]:
+def _same(row: dict[str, Any], what: str) -> str:
+    if row[what]:
         return "same"
     return "differ" if row.get("eager_repeats", True) else "eager varies"

@@ -203,7 +203,11 @@ def _training(files: list[Results]) -> list[Training]:
 
 def _generation(files: list[Results]) -> list[Generation]:
     grouped = _grouped(files, lambda file: file.generation, lambda row: row.title)
-    return [Generation(title, tuple(rows)) for title, rows in grouped]
+    # eager first, in whichever order they were timed
+    ordered = (
+        (title, sorted(rows, key=lambda r: "eager" not in r.config)) for title, rows in grouped
+    )
+    return [Generation(title, tuple(rows)) for title, rows in ordered]
 
 
 def _videos(files: list[Results]) -> list[Video]:

@@ -38,10 +38,12 @@ def figures(one: Generation, row: GenerationRow) -> list[str]:
         f"{gain:.2f}×" if gain else NONE,
         number(row.first_token_ms, ".1f"),
         number(row.first_call_s, ".1f"),
-        _same(row.tokens_equal),
-        _same(row.equal),
+        _same(row.tokens_equal, row.eager_repeats),
+        _same(row.equal, row.eager_repeats),
     ]
 
 
-def _same(equal: bool | None) -> str:
-    return NONE if equal is None else "same" if equal else "differ"
+def _same(equal: bool | None, eager_repeats: bool) -> str:
+    if equal is None or equal:
+        return NONE if equal is None else "same"
+    return "differ" if eager_repeats else "eager varies"

@@ -103,6 +103,7 @@ def _generation(row: Values, head: Values) -> GenerationRow:
         first_call_s=row.maybe("first_call_s"),
         tokens_equal=None if failed else row.flag("tokens_equal"),
         equal=None if failed else row.flag("equal"),
+        eager_repeats="eager_repeats" not in row.values or row.flag("eager_repeats"),
     )
 
 

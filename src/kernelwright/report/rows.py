@@ -159,6 +159,7 @@ class GenerationRow:
     first_call_s: float | None
     tokens_equal: bool | None
     equal: bool | None
+    eager_repeats: bool = True  # whether eager's own bits are the same in another run
 
     @property
     def title(self) -> str:
