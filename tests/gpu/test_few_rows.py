@@ -6,7 +6,7 @@ from inject.language import model_of, words
 from numerics import hold_case
 
 import kernelwright as kw
-from kernelwright.inject.fp8 import layers
+from kernelwright.inject.fp8 import suitable_layers
 from kernelwright.inject.verify import accuracy
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.few_rows import FP8_LINEAR_FEW_ROWS, LINEAR_FEW_ROWS
@@ -30,7 +30,7 @@ def test_a_result_is_as_close_to_float64_as_eager_and_repeats(op, case, dtype):
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 @pytest.mark.parametrize(("numerics", "most"), [("fused", 2**-6), ("fp8", 0.074)])
 def test_tokens_are_decoded_near_eager(monkeypatch, numerics, most, graphs):
-    monkeypatch.setattr(layers, "ROWS", 16)
+    monkeypatch.setattr(suitable_layers, "ROWS", 16)
     model = model_of("Llama", torch.bfloat16, hidden_size=128, intermediate_size=192).cuda()
     prompt = words(batch=1, tokens=24)["input_ids"].cuda()
     how = {

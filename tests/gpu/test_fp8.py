@@ -10,7 +10,7 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import layers, pinned_memory
+from kernelwright.inject.fp8 import pinned_memory, suitable_layers
 from kernelwright.inject.runtime import forwards, model_run
 from kernelwright.inject.state.sample_comparison import SampleComparison
 from kernelwright.inject.state.tensor_samples import TensorSamples, sample_views
@@ -159,7 +159,7 @@ def test_the_product_is_that_of_the_values_the_rows_stand_for(rows, biased):
 
 @pytest.mark.parametrize("name", ["ltx-video", "flux-dev", "sd3.5-medium", "wan-1.3b", "qwen3-8b"])
 def test_models_come_near_with_and_without_graphs(name, monkeypatch):
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
     model, inputs = models.build(name, **how), models.inputs(name, **how)
     expected = run(model, inputs)
@@ -178,7 +178,7 @@ def test_models_come_near_with_and_without_graphs(name, monkeypatch):
 
 
 def test_a_weight_written_to_counts_in_a_graph_too(monkeypatch):
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
     model, inputs = models.build("ltx-video", **how), models.inputs("ltx-video", **how)
     with kw.injected(model, numerics="fp8", graphs=True) as report:
@@ -239,7 +239,7 @@ def wide_flux():
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_16_bit_weights_leave_the_gpu_and_come_back(wide_flux, graphs, monkeypatch):
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     model, inputs = wide_flux
     expected = run(model, inputs)
     objects, values = dict(model.named_parameters()), {}
@@ -270,7 +270,7 @@ def test_16_bit_weights_leave_the_gpu_and_come_back(wide_flux, graphs, monkeypat
 
 
 def test_a_model_on_the_cpu_is_moved_to_the_gpu_layer_by_layer(wide_flux, monkeypatch):
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     model, inputs = wide_flux
     expected, size = run(model, inputs), sum(p.nbytes for p in model.parameters())
     model.to("cpu")
@@ -288,7 +288,7 @@ def test_a_model_on_the_cpu_is_moved_to_the_gpu_layer_by_layer(wide_flux, monkey
 
 def test_a_lora_loaded_after_weights_have_left_works(wide_flux, monkeypatch):
     peft = pytest.importorskip("peft")
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     model, inputs = wide_flux
     kw.inject(model, numerics="fp8")
     run(model, inputs)
@@ -301,7 +301,7 @@ def test_a_lora_loaded_after_weights_have_left_works(wide_flux, monkeypatch):
 @pytest.mark.parametrize("offload", ["model", "group"])
 def test_offloading_works_after_weights_have_left(wide_flux, offload, monkeypatch):
     accelerate = pytest.importorskip("accelerate")
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     model, inputs = wide_flux
     expected = run(model, inputs)
     kw.inject(model, numerics="fp8")

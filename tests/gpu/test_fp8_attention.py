@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import attention, layers
+from kernelwright.inject.fp8 import attention, suitable_layers
 from kernelwright.inject.verify import accuracy
 from kernelwright.ops.fp8_attention import FP8_ATTENTION, QUANTIZE_QKV, STATISTICS, fp8_attention
 
@@ -60,7 +60,7 @@ def test_strided_views_of_a_packed_projection_are_read_where_they_lie():
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("recipes", [True, False])
 def test_a_model_attends_in_eight_bits(recipes, graphs, monkeypatch):
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     monkeypatch.setattr(attention, "SERVED", {64: 16, 128: 16})
     from diffusers import FluxTransformer2DModel
 

@@ -6,7 +6,7 @@ import transformers
 from inject.language import model_of, words
 
 import kernelwright as kw
-from kernelwright.inject.fp8 import layers
+from kernelwright.inject.fp8 import suitable_layers
 from kernelwright.inject.fusions.static_cache import SITE
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.rope_into_cache import ROPE_INTO_CACHE as OP
@@ -84,7 +84,7 @@ def test_generate_has_the_bits_of_eager(family, batch, graphs):
 
 @pytest.mark.parametrize("numerics", ["exact", "fused", "fp8"])
 def test_a_replay_has_the_kernel(monkeypatch, numerics):
-    monkeypatch.setattr(layers, "ROWS", 16)
+    monkeypatch.setattr(suitable_layers, "ROWS", 16)
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
     model = model_of("Llama", torch.bfloat16, **sizes).cuda()
     prompt = words(1, 24)["input_ids"].cuda()

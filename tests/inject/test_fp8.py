@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import activations, layers
+from kernelwright.inject.fp8 import activations, suitable_layers
 from kernelwright.inject.graphs import capture
 from kernelwright.inject.runtime import forwards, model_run
 from kernelwright.inject.state.tensor_samples import TensorSamples
@@ -27,7 +27,7 @@ MOST_ERROR = 0.074
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     """A tiny model has fewer rows than the minimum for fp8."""
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
 
 
 def built(name="ltx-video", **sizes):

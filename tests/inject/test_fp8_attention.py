@@ -5,7 +5,7 @@ import torch
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import attention, layers
+from kernelwright.inject.fp8 import attention, suitable_layers
 from kernelwright.inject.verify import accuracy
 
 from .harness import left_behind, run, same
@@ -18,7 +18,7 @@ MOST_ERROR = 0.078
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A tiny model has fewer rows and tokens than the minimum, and heads of other sizes."""
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     monkeypatch.setattr(attention, "SERVED", {16: 4, 32: 4, 64: 4, 128: 4})
     monkeypatch.setattr(attention, "problem", lambda query, key, value: None)
     monkeypatch.setattr(attention, "fp8_attention", emulated)
@@ -117,7 +117,7 @@ def test_a_graph_has_it_once_it_was_compared():
 
 def test_nothing_is_served_before_it_was_timed(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(layers, "ROWS", 4)
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
     model, inputs = built("flux-dev")
     report = kw.inject(model, numerics="fp8")
     run(model, inputs)

@@ -15,8 +15,9 @@ from torch import nn
 from ..fuser.block_calls import blocks
 from ..library_internals import keep_from_compiling
 from .fp8.fetching import fetch_before_fusing
-from .fp8.layers import DOES, Fp8Layers, check_device, unfit
+from .fp8.layers import DOES, Fp8Layers
 from .fp8.resting import KEEP, Resting
+from .fp8.suitable_layers import check_device, unfit
 from .fusions import Fusions
 from .graphs import generation
 from .identify import norm_kinds

@@ -23,7 +23,7 @@ from torch import nn
 from ..backends.torch_internals import forget_compiled, has_compile_option
 from ..errors import CannotRun
 from ..inject import injected
-from ..inject.fp8.layers import unfit
+from ..inject.fp8.suitable_layers import unfit
 from ..inject.report.report import Report
 from ..library_internals import repeated_blocks
 from ..ops.attention import without_fa4

@@ -24,11 +24,10 @@ from ...backends.user_warnings import warn
 from ...library_internals import base_layer, peft_children
 from ...ops import fp8
 from ..graphs.capture import capturing, depend, keep
-from ..runtime import forwards, model_run
+from ..runtime import forwards
 from ..runtime.forwards import MARK, hooked
 from ..runtime.input_key import in_words
 from ..runtime.sites import Forward, informative, mode
-from ..state.hooks import is_plain
 from ..state.tensor_samples import TensorSamples
 from ..verify import accuracy
 from ..verify.findings import Finding
@@ -38,33 +37,14 @@ from .attention import Fp8Attention
 from .compiled import FP8_LINEAR, LayersByWeight, number
 from .few_rows import activated, of_few_rows
 from .resting import Resting
+from .suitable_layers import is_short, misfit
 from .weights import Pack, Quantised, quantise
 
 DOES = "fp8 GEMM"
 # Three bits of mantissa leave an error of 2.6% (root mean square) in each operand, 3.7% in their
 # product. Twice that means that outliers in a row have cost its small values.
 LIMIT = 0.074
-# a layer with fewer rows makes a modulation or an embedding: sensitive, and cheap in 16 bits
-ROWS = 64
-NARROWEST = 64
 FIRST_IN_A_GRAPH = "a graph was recorded before it had run once"
-
-
-def unfit(name: str, layer: nn.Linear) -> str | None:
-    """Why a layer of a model is not to be quantised, or None if it is."""
-    if not any(part.isdigit() for part in name.split(".")):
-        return "outside the blocks: first and last layers are sensitive"
-    n, k = layer.weight.shape
-    if n % fp8.MULTIPLE or k % fp8.MULTIPLE or min(n, k) < NARROWEST:
-        return f"its weight is {n} × {k}, which fp8 GEMMs do not take"
-    return None
-
-
-def check_device(model: nn.Module) -> None:
-    """Raise an error if the GPU of a model has no fp8 GEMM."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda" and (no := fp8.unsupported(device.index or 0)):
-        raise ValueError(f'inject: numerics is "fp8", but {no}; "fused" needs less')
 
 
 @dataclass(eq=False)
@@ -224,7 +204,7 @@ class Fp8Layers:
         if not self.wanted(layer):
             return None
         kept = self._layers.get(layer)
-        if why := _misfit(layer, x, seen=kept is not None and kept.good is True):
+        if why := misfit(layer, x, seen=kept is not None and kept.good is True):
             self.checker.misfits[layer] = why
             return None
         if kept is None or not self._fits(kept, layer, x.device) or kept.good is None:
@@ -235,7 +215,7 @@ class Fp8Layers:
         depend(layer.weight)
         keep(kept)
         plain = activation == "none" and up is None and left is None
-        if kept.good and _is_short(x):
+        if kept.good and is_short(x):
             given = x if plain else activated(x, activation, up, left)
             y = of_few_rows(kept, given, layer.bias)
             if y is not None:
@@ -256,7 +236,7 @@ class Fp8Layers:
         if pack is None:
             return None
         y = None
-        if pack.is_good and _is_short(x):
+        if pack.is_good and is_short(x):
             y = of_few_rows(pack, x, pack.bias)
         if y is None:
             y = fp8.product(*rows_of(x), pack.weight, pack.scale, pack.bias, x.dtype)
@@ -274,7 +254,7 @@ class Fp8Layers:
         if torch.compiler.is_compiling() or any(m.bias is not None for m in layers):
             return None
         pack = self._pack(layers, x)
-        if pack is None or not pack.is_good or not _is_short(x):
+        if pack is None or not pack.is_good or not is_short(x):
             return None
         if layers[0].out_features != layers[1].out_features:
             return None
@@ -285,7 +265,7 @@ class Fp8Layers:
         in 16 bits."""
         kept = [self._layers.get(m) for m in layers]
         seen = all(k is not None and k.good is True for k in kept)
-        if not all(map(self.wanted, layers)) or any(_misfit(m, x, seen) for m in layers):
+        if not all(map(self.wanted, layers)) or any(misfit(m, x, seen) for m in layers):
             return None
         if len({m.bias is None for m in layers}) > 1:
             return None
@@ -381,35 +361,3 @@ def _with_weight(layer: Any, weight: Tensor) -> Any:
     holder = other._parameters if "weight" in layer._parameters else other.__dict__
     holder["weight"] = weight
     return other
-
-
-def _is_short(x: Tensor) -> bool:
-    return x.numel() < ROWS * x.shape[-1]
-
-
-def _misfit(layer: Any, x: Tensor, seen: bool = False) -> str | None:
-    """Why this call of a layer must run in 16 bits, or None; `seen`: it has run in fp8."""
-    weight, bias = layer._parameters.get("weight"), layer.bias
-    if type(weight) is not nn.Parameter or type(x) is not Tensor or weight.is_inference():
-        return "tensors of a class of their own"
-    if bias is not None and bias.is_inference():
-        return "tensors of a class of their own"
-    if hooked(layer):
-        return "a hook wants to see it being called"
-    if not is_plain(layer, nn.Linear):
-        return "its class has another forward now"
-    if id(layer) in model_run.active.adapted or id(layer) in mode.adapted:
-        return "an adapter is around it"
-    if not model_run.active.token and not mode.inside:
-        return "it was called outside its model"
-    if not seen and _is_short(x):
-        return f"fewer than {ROWS} rows"
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias)
-    ):
-        return "gradients are recorded"
-    if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
-        return "its dtype changes"
-    if not x.is_cuda:
-        return None  # emulated in PyTorch
-    return fp8.problem(x.device, x.dtype, weight.shape, bias)

@@ -15,6 +15,7 @@ from ...ops.layernorm import LAYERNORM
 from ...ops.residual import GATED_RESIDUAL, GATED_RESIDUAL_NORM
 from ...ops.rmsnorm import RMSNORM
 from ..fp8.activations import Makers
+from ..fp8.suitable_layers import is_short
 from ..runtime.sites import declined, site
 from .base import CHANGES_DTYPE, Part, eager_modulate
 from .channel_norms import ChannelNormFusions
@@ -184,7 +185,7 @@ class NormFusions(ChannelNormFusions):
         """The fp8 producer for this site, or None if no fp8 layer can follow."""
         if self.fp8_layers is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
-        if is_few(x):  # its readers take rows in 16 bits
+        if is_few(x) and is_short(x):  # its readers take rows in 16 bits
             return None
         if self.backend == "cuda" or (x.is_cuda and fp8.unsupported(x.device.index or 0)):
             return None
