@@ -35,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Inductor compiles and loads a program for each set of vector instructions that the CPU says it
     # has, to see that g++ knows them: 9 s in each worker
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+    if not torch.cuda.is_available():
+        # and it starts processes to compile in, each of which imports PyTorch: 10 s in each worker
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 _frozen = 0

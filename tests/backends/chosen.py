@@ -49,9 +49,14 @@ def largest_for_a_thread(found: Iterable[Kernel]) -> list[Kernel]:
 
 
 def _kind(k: Kernel) -> Hashable:
-    choices = {n: v for n, v in k.launch.constants.items() if isinstance(v, bool | str)}
     dtypes = tuple(getattr(k.call.get(n), "dtype", None) for n in k.launch.pointers)
-    return k.launch.kernel.__name__, repr(sorted(choices.items())), k.launch.alignment, dtypes
+    return choices(k), k.launch.alignment, dtypes
+
+
+def choices(k: Kernel) -> Hashable:
+    """What a Triton kernel computes, whatever its widths and dtypes are."""
+    chosen = {n: v for n, v in k.launch.constants.items() if isinstance(v, bool | str)}
+    return k.launch.kernel.__name__, repr(sorted(chosen.items()))
 
 
 def _elements_of_a_thread(k: Kernel) -> float:

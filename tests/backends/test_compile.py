@@ -13,6 +13,7 @@ from chosen import every_argument
 from declared import OPS
 from everything import EVERYTHING, share
 from planned import TARGETS, kernels, usage
+from triton_cubins import ARCHITECTURES
 
 from kernelwright.backends import cuda
 from kernelwright.checking.cubins import together
@@ -68,12 +69,12 @@ OTHERS = [arch for arch in TARGETS if arch != "sm_90"]
 
 @pytest.mark.parametrize("arch", OTHERS)
 def test_no_cuda_kernel_spills_on(arch):
-    """The largest of each op and chain; each kernel on every second of these GPUs, in turns."""
+    """The largest of each op and chain; each kernel on every third of these GPUs, in turns."""
     pytest.importorskip("cuda.core")
     half = torch.float16 if arch == "sm_75" else torch.bfloat16
     found = [k for k in kernels("cuda", arch, everything=False) if k.dtype == half]
     assert {k.call.op for k in found} == {op.name for op in OPS if "cuda" in op.backends}
-    assert not spilled(share(distinct(found), 2, start=OTHERS.index(arch)), arch)
+    assert not spilled(share(distinct(found), 3, start=OTHERS.index(arch)), arch)
 
 
 def test_no_triton_kernel_spills_on_any_gpu(tmp_path):
@@ -95,7 +96,7 @@ def test_no_triton_kernel_spills_on_any_gpu(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout)
-    assert reports
+    assert {name.partition(":")[0] for name, _ in reports} == set(ARCHITECTURES)
     bad = []
     for name, report in reports:
         (used,) = usage(report)

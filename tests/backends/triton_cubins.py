@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 import torch
-from chosen import largest_for_a_thread
-from everything import share
+from chosen import choices, largest_for_a_thread
+from everything import EVERYTHING
 from planned import TARGETS, Kernel, kernels
 
 from kernelwright.ops.attention import custom_kernels, launch
@@ -24,9 +24,7 @@ from kernelwright.ops.op import Op
 from kernelwright.ops.plan import Call
 
 ARCHITECTURES = ("sm_90", "sm_75", "sm_80", "sm_100")
-# of the kernels that are compiled on Hopper in bfloat16, every fourth is compiled in each of the
-# other ways too; the ways take turns
-OTHERS = 4
+HOPPER = ("sm_90", torch.bfloat16, 16)
 
 
 def wanted(arch: str) -> list[Kernel]:
@@ -121,14 +119,27 @@ def planned(arch: str, op: Op, arguments: tuple[Any, ...]) -> Kernel:
 
 
 def dealt_out() -> list[Kernel]:
-    """On Hopper in bfloat16 all kernels; of each other way, a part."""
-    ways: dict[Any, list[Kernel]] = {}
+    """Each kernel once: on Hopper in bfloat16 those that have no other way and every third of the
+    others; the rest on another GPU, in float32 or unaligned, in turns."""
+    ways: dict[Any, dict[Any, list[Kernel]]] = {}
     for arch in ARCHITECTURES:
         for k in wanted(arch):
-            ways.setdefault((arch, k.dtype, k.launch.alignment), []).append(k)
-    first = ways.pop(("sm_90", torch.bfloat16, 16))
-    others = [share(kernels, OTHERS, turn) for turn, kernels in enumerate(ways.values())]
-    return first + list(itertools.chain.from_iterable(others))
+            way = ways.setdefault((arch, k.dtype, k.launch.alignment), {})
+            way.setdefault((k.call.op, choices(k)), []).append(k)
+    if EVERYTHING:
+        return [k for way in ways.values() for same in way.values() for k in same]
+    hopper = ways.pop(HOPPER)
+    found: list[Kernel] = []
+    given, third = dict.fromkeys(ways, 0), itertools.cycle((True, False, False))
+    for kernel in dict.fromkeys(itertools.chain(hopper, *ways.values())):
+        elsewhere = [name for name, way in ways.items() if kernel in way]
+        if kernel in hopper and (not elsewhere or next(third)):
+            found += hopper[kernel]
+        else:
+            fewest = min(elsewhere, key=given.__getitem__)
+            given[fewest] += 1
+            found += ways[fewest][kernel]
+    return found
 
 
 def main() -> None:

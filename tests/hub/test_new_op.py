@@ -12,21 +12,12 @@ import pytest
 from plugged import environment
 
 from kernelwright.hub import extension
+from kernelwright.scaffold import create
 
 tomllib = pytest.importorskip("tomllib")
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("pyproject.toml", "src", "hub/ltx-kernels")
 OPS = {"sharpened": ("cuda", "row-reduction"), "mellowed": ("triton", "gated")}
-
-NEW = f"""
-from typer.testing import CliRunner
-from kernelwright.cli import app
-
-for name, (language, kind) in {OPS!r}.items():
-    command = ["new", name, "--language", language, "--kind", kind]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-"""
 
 # in an interpreter of its own, which sees the new folders
 BUILD = """
@@ -67,7 +58,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of this tree with two more ops, each made by `kernelwright new`."""
+    """A copy of this tree with two more ops, made as `kernelwright new` makes them."""
     folder = tmp_path_factory.mktemp("checkout")
     built = shutil.ignore_patterns("__pycache__", "build", "*.tmp~")
     for part in PARTS:
@@ -76,7 +67,8 @@ def checkout(tmp_path_factory):
         else:
             shutil.copy(ROOT / part, folder / part)
     before = contents(folder)
-    run(NEW, folder)
+    for name, (language, kind) in OPS.items():
+        create(name, language, kind, package=folder / "src/kernelwright")
     after = contents(folder)
     changed = {path for path in after if after[path] != before.get(path)}
     assert before.keys() <= after.keys()

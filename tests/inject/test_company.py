@@ -12,11 +12,21 @@ from inject.harness import check_exact, check_gradients, frames, left_behind, ru
 from kernelwright import models
 
 
+def built(**how):
+    build = {"tiny": True, "dtype": torch.float32}
+    model, inputs = models.build("ltx-video", **build, **how), models.inputs("ltx-video", **build)
+    return model, inputs, run(model, inputs)
+
+
 @pytest.fixture
 def ltx():
-    build = {"tiny": True, "dtype": torch.float32}
-    model, inputs = models.build("ltx-video", **build), models.inputs("ltx-video", **build)
-    return model, inputs, run(model, inputs)
+    return built()
+
+
+@pytest.fixture
+def one_block():
+    """To trace a whole model takes as long as its blocks are many."""
+    return built(layers=1)
 
 
 def lora(model):
@@ -213,8 +223,8 @@ def test_the_attention_backend_a_person_set_for_all(ltx):
 
 @pytest.mark.compatibility("torch.compile of the whole model", bits=False)
 @pytest.mark.parametrize("numerics", share(["exact", "fused"], 2))
-def test_compiled_whole_for_any_size(ltx, numerics):
-    model, inputs, _ = ltx
+def test_compiled_whole_for_any_size(one_block, numerics):
+    model, inputs, _ = one_block
     kw.inject(model, numerics=numerics)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
@@ -223,8 +233,8 @@ def test_compiled_whole_for_any_size(ltx, numerics):
         torch.testing.assert_close(run(compiled, given), run(model, given), rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_whole_and_restored(ltx):
-    model, inputs, plain = ltx
+def test_compiled_whole_and_restored(one_block):
+    model, inputs, plain = one_block
     kw.inject(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -255,8 +265,8 @@ def test_compiled_blocks_share_one_trace(ltx):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_injecting_what_is_already_compiled(ltx):
-    model, inputs, expected = ltx
+def test_injecting_what_is_already_compiled(one_block):
+    model, inputs, expected = one_block
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     run(compiled, inputs)

@@ -173,7 +173,7 @@ def test_compiled_whole_it_gives_what_it_gives_injected(family, numerics):
 
 
 def test_compiled_with_a_cache_it_gives_the_bits_of_eager():
-    model = model_of("Qwen3", torch.bfloat16)
+    model = model_of("Qwen3", torch.bfloat16, num_hidden_layers=1)
 
     def filled(call):
         cache = transformers.StaticCache(model.config, max_cache_len=16)

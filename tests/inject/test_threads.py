@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from everything import EVERYTHING
+from everything import EVERYTHING, share
 
 import kernelwright as kw
 from kernelwright import models
@@ -112,7 +112,7 @@ def test_first_calls_of_many_threads_with_the_same_inputs():
         assert not wrong
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", share(NAMES, 2))
 def test_first_calls_of_many_threads_on_two_models_that_share_weights(name):
     first = models.build(name, **HOW)
     second = copy.deepcopy(first)
