@@ -7,15 +7,15 @@ reads from Python: classes and their functions, attributes, children, hooks, pro
 kernels read them in place, and `TensorSamples` covers what is computed from them.
 
 `holds` runs before every forward, so it walks flat lists that were built once, with builtins for
-loops: about 0.4 us a module. There is no strong reference to the module that a `State` describes.
+loops: about 0.3 us a module. There is no strong reference to the module that a `State` describes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
-from itertools import chain
-from operator import is_, itemgetter
+from itertools import chain, compress
+from operator import attrgetter, getitem, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import ref
@@ -57,8 +57,7 @@ class State:
         self._hook_ids = list(map(tuple, self._hooked))
         self._branches = [d for d in children if d]
         self._children = _values(self._branches)
-        self._holders = [d for d in weights if d]
-        self._kinds = _kinds(self._holders)
+        self._weights = _Weights([d for d in weights if d])
         self._root = _Attributes(vars(root))
         self._names = [vars(m) for m in inner]
         described = [
@@ -67,11 +66,11 @@ class State:
         self._sizes = [a.size for a in described]
         self._plain = [(n, a.get) for n, a in zip(self._names, described, strict=True)]
         self._plain_values = [a.values for a in described]
-        self._other = [
+        self._other = _Others(
             (names, name, found)
             for names, a in zip(self._names, described, strict=True)
             for name, found in a.other
-        ]
+        )
         settings = {id(o): o for a in (self._root, *described) for o in a.objects}.values()
         self._settings = [_Settings(vars(o)) for o in settings]
         classes = dict.fromkeys((type(root), *self._types, *map(type, settings)))
@@ -88,9 +87,9 @@ class State:
                 and [get(names) for names, get in self._plain] == self._plain_values
                 and _same(_values(self._branches), self._children)
                 and list(map(type, self._inner)) == self._types
-                and _kinds(self._holders) == self._kinds
+                and self._weights.hold()
                 and self._root.hold(vars(root))
-                and _are_in(self._other)
+                and self._other.hold()
                 and all(map(_Settings.hold, self._settings))
                 and self._codes.hold()
             )
@@ -102,18 +101,18 @@ class State:
         forward that sets attributes of its own module is stateful, and may do so every time."""
         rows = zip(self._names, self._sizes, self._plain, self._plain_values, strict=True)
         kept = [row for row in rows if len(row[0]) == row[1] and row[2][1](row[0]) == row[3]]
-        other = [row for row in self._other if _are_in([row])]
+        other = [row for row in self._other.rows if _are_in([row])]
         settings = [found for found in self._settings if found.hold()]
         changed = (
             len(kept) < len(self._names)
-            or len(other) < len(self._other)
+            or len(other) < len(self._other.rows)
             or len(settings) < len(self._settings)
         )
         self._names = [row[0] for row in kept]
         self._sizes = [row[1] for row in kept]
         self._plain = [row[2] for row in kept]
         self._plain_values = [row[3] for row in kept]
-        self._other, self._settings = other, settings
+        self._other, self._settings = _Others(other), settings
         return self._root.ignore_changed(vars(root)) or changed
 
 
@@ -172,8 +171,7 @@ class _Other:
 
 
 def _are_in(rows: Iterable[tuple[dict[str, Any], str, _Other]]) -> bool:
-    """Whether each of these values is in its dict still, under its name. A model has a dozen for
-    each block, so only containers cost a call."""
+    """Whether each of these values is in its dict still, under its name."""
     for names, name, value in rows:
         if name not in names:
             return False
@@ -183,6 +181,55 @@ def _are_in(rows: Iterable[tuple[dict[str, Any], str, _Other]]) -> bool:
         if value.contents is not None and not value.contents.hold(now):
             return False
     return True
+
+
+class _Others:
+    """Values of many modules that are not plain. Their identities are compared in one go: an id
+    stands for its object as long as that lives, and a weak reference reports when it does not."""
+
+    def __init__(self, rows: Iterable[tuple[dict[str, Any], str, _Other]]) -> None:
+        self.rows = list(rows)
+        self._dicts = [names for names, _, _ in self.rows]
+        self._keys = [name for _, name, _ in self.rows]
+        found = [value.held() for _, _, value in self.rows]
+        self._ids = list(map(id, found))
+        self._gone: list[Any] = []
+        # those that can have none are held by their _Other
+        self._watched = [ref(v, self._gone.append) for v in found if type(v).__weakrefoffset__]
+        self._containers = [
+            (names, name, value.contents)
+            for names, name, value in self.rows
+            if value.contents is not None
+        ]
+
+    def hold(self) -> bool:
+        return (
+            not self._gone
+            and list(map(id, map(getitem, self._dicts, self._keys))) == self._ids
+            and all(contents.hold(names[name]) for names, name, contents in self._containers)
+        )
+
+
+class _Weights:
+    """Classes and dtypes of weights. Offload and functional_call swap in other tensors, on which no
+    decision depends; it may on a weight of another class or dtype."""
+
+    def __init__(self, holders: list[dict]) -> None:
+        self._holders = holders
+        weights = _values(holders)
+        self._types = list(map(type, weights))
+        self._are_there = [w is not None for w in weights]
+        self._dtypes = list(map(_dtype, compress(weights, self._are_there)))
+
+    def hold(self) -> bool:
+        weights = _values(self._holders)
+        return (
+            list(map(type, weights)) == self._types
+            and list(map(_dtype, compress(weights, self._are_there))) == self._dtypes
+        )
+
+
+_dtype = attrgetter("dtype")
 
 
 class _Settings:
@@ -220,11 +267,22 @@ class _Contents:
         base = next(b for b in (*CONTAINERS, tuple) if isinstance(container, b))
         self._copy = base(container) if len(self._plain) == len(container) else None
         self._keys = list(container) if base is dict else None
+        # else by identity first: of the same objects, those that are plain have the same values.
+        # Others, whose ids may come again, do not count
+        self._ids = None if self._copy is not None else _ids(container)
 
     def hold(self, container: Any) -> bool:
-        if container == self._copy and (self._keys is None or list(container) == self._keys):
+        if self._ids is not None:
+            if _ids(container) == self._ids:
+                return True
+        elif container == self._copy and (self._keys is None or list(container) == self._keys):
             return True
         return _plain_items(container) == self._plain
+
+
+def _ids(container: Any) -> list[int]:
+    ids = list(map(id, container))
+    return ids + list(map(id, container.values())) if isinstance(container, dict) else ids
 
 
 def _values(dicts: Iterable[dict]) -> list[Any]:
@@ -233,13 +291,6 @@ def _values(dicts: Iterable[dict]) -> list[Any]:
 
 def _same(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
-
-
-def _kinds(holders: Iterable[dict]) -> tuple[list[type], list[torch.dtype]]:
-    """Classes and dtypes of weights. Offload and functional_call swap in other tensors, on which no
-    decision depends; it may on a weight of another class or dtype."""
-    weights = _values(holders)
-    return list(map(type, weights)), [w.dtype for w in weights if w is not None]
 
 
 def is_plain_value(value: Any) -> bool:

@@ -1,0 +1,78 @@
+"""A snapshot of a module holds until something changes that a forward reads from Python."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from kernelwright.inject.state.module_state import State
+
+
+class Thing:
+    """An attribute that is compared by identity."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.fixture
+def root():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def test_another_object_at_the_address_of_the_last_is_another(root):
+    layer = root[0]
+    for _ in range(20):
+        layer.thing = Thing()
+        state, address = State(root), id(layer.thing)
+        assert state.holds(root)
+        del layer.thing
+        gc.collect()
+        layer.thing = Thing()
+        assert not state.holds(root)
+        if id(layer.thing) == address:
+            return
+    pytest.fail("no address came again")
+
+
+@pytest.mark.parametrize(
+    ("values", "change"),
+    [
+        ({"scale": 2.0, "thing": Thing()}, lambda d: d.update(scale=3.0)),
+        ({"scale": 2.0, "thing": Thing()}, lambda d: d.update(more=1)),
+        ({"scale": 2.0}, lambda d: d.update(scale=3.0)),
+        ([1, Thing(), 3], lambda d: d.__setitem__(2, 4)),
+        ([1, Thing(), 3], lambda d: d.pop()),
+        ({1, 2}, lambda d: d.add(3)),
+    ],
+)
+def test_a_plain_value_in_a_container_counts(root, values, change):
+    root[0].values = values
+    state = State(root)
+    assert state.holds(root)
+    change(values)
+    assert not state.holds(root)
+
+
+def test_what_has_no_value_to_compare_in_a_container_does_not_count(root):
+    root[0].values = values = [1, Thing()]
+    state = State(root)
+    values[1] = Thing()
+    assert state.holds(root)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.to(torch.bfloat16),
+        lambda layer: layer.register_parameter("bias", None),
+        lambda layer: layer._parameters.__setitem__("bias", torch.zeros(4)),
+        lambda layer: layer.register_buffer("more", torch.zeros(4)),
+    ],
+)
+def test_weights_of_another_class_or_dtype_count(root, change):
+    state = State(root)
+    root[0].weight.data = torch.randn(4, 4)  # their values and places do not
+    assert state.holds(root)
+    change(root[0])
+    assert not state.holds(root)
