@@ -7,7 +7,8 @@ reads from Python: classes and their functions, attributes, children, hooks, pro
 kernels read them in place, and `TensorSamples` covers what is computed from them.
 
 `holds` runs before every forward, so it walks flat lists that were built once, with builtins for
-loops: a few tenths of a microsecond a module. There is no strong reference to the module that a `State` describes.
+loops: some tenths of a microsecond a module. There is no strong reference to the module that a
+`State` describes.
 """
 
 from __future__ import annotations
