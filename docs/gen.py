@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "goals": goals.goals,
     "numerics": goals.numerics,
     "splits": goals.splits,
+    "left": goals.left,
     "hub-calls": figures.hub_calls,
     "programs": programs_table.programs,
     "compatibility": compatibility_table.compatibility,

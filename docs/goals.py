@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kernelwright.profiling.kernel_tables import short_name
 from kernelwright.report.figures import Model, devices
 from kernelwright.report.goals import GOALS
 from kernelwright.report.reading import read
@@ -12,6 +13,7 @@ from kernelwright.report.rows import ModelRow
 # how much faster than eager and than torch.compile: exact, fused; fp8 than eager
 HEAD = ("exact : eager", "exact : compile", "fused : eager", "fused : compile", "fp8 : eager")
 MEMORY = ("exact", "exact+graphs", "fused+graphs", "fp8+graphs")
+KINDS = ("GEMM", "attention", "fused", "other")
 WITH_FA4 = {"wan-1.3b 81f 832×480": (1.35, 1.15)}
 
 
@@ -54,16 +56,40 @@ def numerics(results: Path) -> str:
 
 def splits(results: Path) -> str:
     """Where the milliseconds of a forward go, for the models that have a goal."""
-    kinds = ("GEMM", "attention", "fused", "other")
-    lines = [f"| | | ms | {' | '.join(kinds)} |", "|---|---|---|" + "---|" * len(kinds)]
+    lines = [f"| | | ms | {' | '.join(KINDS)} |", "|---|---|---|" + "---|" * len(KINDS)]
     models = _models(results)
     for title in GOALS:
         for config in ("eager", "compile", "exact+graphs", "fused+graphs", "fp8+graphs"):
             row = models[title].row(config)
             if row is not None and row.split:
-                cells = [f"{row.ms:.1f}", *(f"{row.split[kind]:.1f}" for kind in kinds)]
+                cells = [f"{row.ms:.1f}", *(f"{row.split[kind]:.1f}" for kind in KINDS)]
                 lines.append(f"| `{title}` | {config} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def left(results: Path) -> str:
+    """What is left to PyTorch's single ops in `exact`, of models without recipes."""
+    (device,) = devices(read([results / "few-layers"]))
+    newest: dict[str, ModelRow] = {}
+    for model in device.models:
+        row = model.row("exact+graphs")
+        if row is not None and "fused" in row.split:  # older files count ours among the others
+            newest[model.rows[0].workload.model] = row
+    lines = ["| ms, `exact` with graphs | GEMM | attention | ours | PyTorch's ops | share |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
+    for name, row in sorted(newest.items(), key=lambda item: -_share(item[1])):
+        cells = [f"{row.split[kind]:.2f}" for kind in KINDS]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {_share(row):.1%} |")
+    named = {n: row for n, row in newest.items() if row.others}
+    lines += [""] if named else []
+    for name, row in sorted(named.items()):
+        slowest = ", ".join(f"`{short_name(k)}` {ms:.3f} ms" for k, ms in row.others.items())
+        lines.append(f"- {name}: {slowest}")
+    return "\n".join(lines)
+
+
+def _share(row: ModelRow) -> float:
+    return row.split["other"] / sum(row.split.values())
 
 
 def _models(results: Path) -> dict[str, Model]:

@@ -31,7 +31,7 @@ from ..measure.configs import CONFIGS, configured, tier_of
 from ..measure.results import environment_of
 from ..measure.timing import milliseconds, wait
 from ..models.catalog import preset as preset_named
-from ..profiling.categories import split
+from ..profiling.categories import largest_others, split
 from ..profiling.record import record
 from . import first_result, latents
 
@@ -178,7 +178,8 @@ def _measure(
         row["ms"] = milliseconds(lambda: run(**inputs), seconds)
         row |= _memory("steady_") if own else {}
         if (device := _device(inputs)).type == "cuda":
-            row["split"] = split(record(lambda: run(**inputs), device))
+            kernels = record(lambda: run(**inputs), device)
+            row["split"], row["others"] = split(kernels), largest_others(kernels)
     return row
 
 

@@ -93,9 +93,18 @@ def split(kernels: Iterable[KernelTime]) -> dict[str, float]:
     """Milliseconds in GEMMs, in attention, in fused kernels (ours, Inductor's) and in the rest."""
     total = {"GEMM": 0.0, "attention": 0.0, "fused": 0.0, "other": 0.0}
     for kernel in kernels:
-        kind = category(kernel.name)
-        if kind not in ("GEMM", "attention"):
-            fused = is_ours(kernel.name) or _INDUCTOR.match(kernel.name)
-            kind = "fused" if fused else "other"
-        total[kind] += kernel.ms
+        total[_part(kernel.name)] += kernel.ms
     return total
+
+
+def largest_others(kernels: Iterable[KernelTime], most: int = 6) -> dict[str, float]:
+    """Milliseconds of the kernels that `split` counts under "other", the slowest first."""
+    found = [k for k in kernels if _part(k.name) == "other"]
+    return {k.name: k.ms for k in sorted(found, key=lambda k: -k.ms)[:most]}
+
+
+def _part(name: str) -> str:
+    kind = category(name)
+    if kind in ("GEMM", "attention"):
+        return kind
+    return "fused" if is_ours(name) or _INDUCTOR.match(name) else "other"

@@ -57,6 +57,7 @@ def _model(row: Values, head: Values) -> ModelRow:
         problems=_problems(row),
         graphs=row.texts("graphs"),
         split=row.times("split", zero=True) if values.get("split") else {},
+        others=row.times("others", zero=True) if values.get("others") else {},
     )
 
 

@@ -96,6 +96,7 @@ class ModelRow:
     problems: tuple[str, ...]
     graphs: tuple[str, ...]
     split: dict[str, float]
+    others: dict[str, float]  # the slowest kernels that `split` counts under "other"
 
     @property
     def key(self) -> tuple[Any, ...]:
