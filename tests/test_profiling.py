@@ -18,6 +18,7 @@ from kernelwright.profiling.categories import (
     KernelTime,
     by_category,
     category,
+    largest_others,
     split,
 )
 from kernelwright.profiling.our_kernels import is_ours, launched_by
@@ -127,6 +128,7 @@ def test_the_split_is_of_all_the_time():
         KernelTime("Memset (Device)", 1, 0.5),
     ]
     assert split(kernels) == {"GEMM": 8.0, "attention": 4.0, "fused": 3.0, "other": 0.5}
+    assert largest_others(kernels) == {"Memset (Device)": 0.5}
     grouped = by_category(kernels)
     assert sum(grouped.values()) == 15.5
     assert grouped["norm"] == 2.0
