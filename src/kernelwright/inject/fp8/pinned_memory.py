@@ -68,6 +68,8 @@ def _filled_and_locked(size: int) -> Tensor:
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # by all threads of PyTorch
     status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0))
     if status:
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the error would be raised by the next launch
         raise RuntimeError(f"cudaHostRegister: error {status}")
     pages.locked = block.data_ptr()
     return block
