@@ -68,8 +68,13 @@ def _filled_and_locked(size: int) -> Tensor:
     block = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # by all threads of PyTorch
     status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0))
     if status:
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # the error would be raised by the next launch
+        _clear_error()
         raise RuntimeError(f"cudaHostRegister: error {status}")
     pages.locked = block.data_ptr()
     return block
+
+
+def _clear_error() -> None:
+    """Have the error of a call of CUDA raised here, not by the next launch of somebody else."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
