@@ -252,7 +252,10 @@ for part, wanted in WRAPPED.items():
 
 @on_world("parts.the __call__ of a processor class patched")
 def processor_patched(world, draw):
-    kind = type(world.twin.at(world.twin.pick(draw, with_processor)).processor)
+    name = world.twin.pick(draw, with_processor)
+    kind = type(world.twin.at(name).processor)
+    if type(world.ours.at(name).processor) is not kind:
+        raise NotHere  # each side has a class of its own
     usual = kind.__call__
     return patch(kind, "__call__", lambda self, *a, **k: scaled(usual(self, *a, **k), 0.75))
 
