@@ -226,7 +226,8 @@ def models(as_json: JsonOption = False) -> None:
 
     found = known.presets().values()
     if as_json:
-        _print_json([{"name": p.name, "title": p.title, "sizes": dict(p.sizes)} for p in found])
+        told = ("name", "title", "library", "what")
+        _print_json([{n: getattr(p, n) for n in told} | {"sizes": dict(p.sizes)} for p in found])
     else:
         Console().print(known.table())
 

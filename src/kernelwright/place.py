@@ -20,7 +20,8 @@ def choose_device(name: str | None, *, tiny: bool = False) -> torch.device:
         if tiny:
             return torch.device("cpu")
         raise CannotRun(
-            "torch sees no GPU: --device cpu runs on the CPU, for hours; a tiny model takes seconds"
+            "torch sees no GPU: a tiny model runs on the CPU in seconds; --device cpu runs the "
+            "full one there, for hours"
         )
     if torch.cuda.is_initialized():  # nvidia-smi would count this process as a user of the GPU
         return torch.device("cuda", torch.cuda.current_device())
