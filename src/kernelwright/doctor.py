@@ -100,7 +100,7 @@ def examine(exact: bool = False) -> Report:
     ops = _op_backends(count > 0)
     notes = []
     if not count and problem is None:
-        notes.append("no NVIDIA GPU: the CPU reference is in use")
+        notes.append("no NVIDIA GPU: ops run in plain PyTorch, right but not faster")
     if count and nvrtc_error:
         notes.append(f"the cuda backend and exact modes are off: {nvrtc_error}")
     if not cache.writable():
