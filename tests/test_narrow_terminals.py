@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kernelwright import catalog, models
+from kernelwright import catalog, doctor, models
 from kernelwright.bench import generation_table, models_table
 from kernelwright.cli import app
 from kernelwright.commands.wide_tables import parts, show, width
@@ -76,3 +76,8 @@ def test_a_wrapped_docstring_has_the_same_words(entry):
     assert wrapped(entry.doc, 60).split() == entry.doc.split()
     examples = [line for line in entry.doc.splitlines() if line.startswith(">>>")]
     assert all(line in wrapped(entry.doc, 60).splitlines() for line in examples)
+
+
+def test_doctor_names_each_op_once():
+    chains = ["geglu (torch)", "modulate (diffusers)", "modulate (wan)"]
+    assert doctor._by_op(chains) == "geglu (torch), modulate (diffusers, wan)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -194,16 +195,30 @@ def _exact_page(report: Report) -> list[RenderableType]:
     """A table: which chains have eager's bits here, and which run eager and cost speed."""
     columns = "what kernels repeat", "has the bits of", "compared", "chains"
     shown = Table(*columns, header_style="bold")
+    shown.columns[-1].min_width = 24  # the longest name of an op, and a bracket
     without = "no kernel: runs eager" if report.torch_gpus else "nothing here"
     for e in report.exact or ():
         ours = Text(e.way) if e.way else Text(without, style="yellow")
         compared = f"{e.compared:,}, {e.differing:,} differ" if e.compared else ""
-        shown.add_row(e.subject, ours, compared, ", ".join(e.chains) or "recorded blocks")
+        shown.add_row(e.subject, ours, compared, _by_op(e.chains) or "recorded blocks")
     lost = [e.says for e in report.exact or () if e.way is None and e.says]
     parts: list[RenderableType] = [shown, *(Text(line, style="yellow") for line in lost)]
     if not report.torch_gpus:
         parts.append(Text("no GPU: exact modes run PyTorch's own ops here, with its bits"))
     return parts
+
+
+def _by_op(chains: Iterable[str]) -> str:
+    """Each op once, with its chains.
+
+    >>> _by_op(["geglu (torch)", "modulate (diffusers)", "modulate (wan)"])
+    'geglu (torch), modulate (diffusers, wan)'
+    """
+    found: dict[str, list[str]] = {}
+    for chain in chains:
+        op, _, name = chain.removesuffix(")").partition(" (")
+        found.setdefault(op, []).append(name)
+    return ", ".join(f"{op} ({', '.join(names)})" for op, names in found.items())
 
 
 def write(path: Path, report: Report) -> None:
