@@ -193,13 +193,12 @@ def _exact(compare: bool, on_gpu: bool) -> tuple[ExactSubject, ...] | None:
 
 def _exact_page(report: Report) -> list[RenderableType]:
     """A table: which chains have eager's bits here, and which run eager and cost speed."""
-    columns = "what kernels repeat", "has the bits of", "compared", "chains"
+    columns = "what kernels\nrepeat", "has the\nbits of", "compared", "chains"
     shown = Table(*columns, header_style="bold")
-    shown.columns[-1].min_width = 24  # the longest name of an op, and a bracket
     without = "no kernel: runs eager" if report.torch_gpus else "nothing here"
     for e in report.exact or ():
         ours = Text(e.way) if e.way else Text(without, style="yellow")
-        compared = f"{e.compared:,}, {e.differing:,} differ" if e.compared else ""
+        compared = f"{e.compared:,}\n{e.differing:,} differ" if e.compared else ""
         shown.add_row(e.subject, ours, compared, _by_op(e.chains) or "recorded blocks")
     lost = [e.says for e in report.exact or () if e.way is None and e.says]
     parts: list[RenderableType] = [shown, *(Text(line, style="yellow") for line in lost)]
