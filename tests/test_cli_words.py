@@ -59,6 +59,7 @@ def test_help_that_lists_tiers_lists_fp8(page):
 def test_a_name_without_resemblance_gets_no_long_list():
     known = list(models.presets())
     assert close_names.suggestion("ltx-vidio", known, "x").startswith("did you mean ltx-video")
+    assert close_names.suggestion("lama", known, "x") == "did you mean llama-3-8b?"
     assert close_names.suggestion("xxxx", known, "kernelwright models") == (
         "`kernelwright models` lists them"
     )

@@ -14,7 +14,7 @@ from import_graph import SOURCES, cycles, imports, modules, shown
 HEAVY = ("triton", "diffusers", "transformers", "cuda", "typer", "rich", "matplotlib")
 # The parts of kernelwright: each may import those before it. "kernelwright" is its __init__.py.
 PARTS = (
-    *("errors", "close_names", "gpus", "library_internals", "place", "progress"),
+    *("errors", "close_names", "docstring_lines", "gpus", "library_internals", "place", "progress"),
     *("backends", "ops", "catalog", "fuser", "calibration", "inject", "models"),
     *("measure", "profiling", "bench", "checking", "hub", "kernelwright"),
     *("doctor", "video", "report", "demo_picture", "demo", "scaffold", "skill"),

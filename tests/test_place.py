@@ -101,3 +101,16 @@ def test_a_folder_that_cannot_be_written_is_named_before_a_device_is_looked_for(
     assert result.exit_code == 2
     assert "cannot be written" in result.output
     assert command[-2] in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("cuda", "`kernelwright doctor` says what is missing"),
+        ("gpu", "expected cuda, cuda:1 or cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_says_what_to_do(device, says):
+    with pytest.raises(BadSetting, match=f"'{device}' cannot be used: .*{says}"):
+        place.choose_device(device)

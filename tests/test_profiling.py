@@ -247,3 +247,9 @@ def test_the_result_file_is_on_the_report_page(tmp_path):
     (file,) = read([tmp_path / "p.json"])
     assert file.profile[0].categories["GEMM"] == 2.0
     assert "aten::mm" in page([file])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the profiler's errors matter")
+def test_the_profiler_prints_nothing_of_its_own(capfd):
+    assert record(lambda: torch.ones(3) + 1, "cpu")
+    assert capfd.readouterr().err == ""

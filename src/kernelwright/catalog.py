@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from . import ops
 from .close_names import suggestion
+from .docstring_lines import wrapped
 from .ops import checks
 from .ops.op import Composite, Op, registry
 
@@ -97,7 +98,17 @@ def page(e: Entry) -> RenderableType:
     facts.add_row("in place", "inplace=True" if e.inplace else "no")
     facts.add_row("cases", Text(", ".join(e.cases)))
     facts.add_row("timed on", Text(", ".join(e.large_cases) or "–"))
-    return Group(Text(e.signature, style="bold"), "", Text(e.doc), "", facts)
+    return Group(Text(e.signature, style="bold"), "", _Documentation(e.doc), "", facts)
+
+
+@dataclass(frozen=True)
+class _Documentation:
+    """A docstring in lines that fit the terminal."""
+
+    doc: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(wrapped(self.doc, options.max_width))
 
 
 def _exact_text(e: Entry) -> str:

@@ -200,9 +200,10 @@ def _inspect_programs(model: str, tiny: bool, cuda: bool, as_json: bool) -> None
     from .commands import inspect_programs
 
     if model not in known.presets():
-        presets = ", ".join(known.presets())
         raise typer.BadParameter(
-            f"programs are shown for presets, whose inputs are known: {presets}", param_hint="MODEL"
+            f"{model!r} is no preset, and programs are shown for presets, whose inputs are known; "
+            f"{known.catalog.suggestion(model)}",
+            param_hint="MODEL",
         )
     with Console(stderr=True).status(f"writing the blocks of {model} down"):
         try:
@@ -226,7 +227,8 @@ def models(as_json: JsonOption = False) -> None:
 
     found = known.presets().values()
     if as_json:
-        _print_json([{"name": p.name, "title": p.title, "sizes": dict(p.sizes)} for p in found])
+        told = ("name", "title", "library", "what")
+        _print_json([{n: getattr(p, n) for n in told} | {"sizes": dict(p.sizes)} for p in found])
     else:
         Console().print(known.table())
 

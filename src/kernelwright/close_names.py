@@ -27,6 +27,10 @@ def suggestion(name: str, known: Collection[str], lists_them: str) -> str:
 
 
 def _likeness(name: str, candidate: str) -> float:
-    """From 0 to 1; the beginning of a name is close to it, however long the rest."""
+    """From 0 to 1; the beginning of a name is close to it, however long the rest, and so is its
+    first word misspelt: lama for llama-3-8b."""
     ratio = difflib.SequenceMatcher(None, name, candidate).ratio()
-    return max(ratio, 0.8) if len(name) > 2 and candidate.startswith(name) else ratio
+    if len(name) > 2 and candidate.startswith(name):
+        return max(ratio, 0.8)
+    word = difflib.SequenceMatcher(None, name, candidate.partition("-")[0]).ratio()
+    return max(ratio, 0.75) if len(name) > 3 and word > 0.8 else ratio

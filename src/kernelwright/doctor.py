@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -100,7 +101,7 @@ def examine(exact: bool = False) -> Report:
     ops = _op_backends(count > 0)
     notes = []
     if not count and problem is None:
-        notes.append("no NVIDIA GPU: the CPU reference is in use")
+        notes.append("no NVIDIA GPU: ops run in plain PyTorch, right but not faster")
     if count and nvrtc_error:
         notes.append(f"the cuda backend and exact modes are off: {nvrtc_error}")
     if not cache.writable():
@@ -192,18 +193,31 @@ def _exact(compare: bool, on_gpu: bool) -> tuple[ExactSubject, ...] | None:
 
 def _exact_page(report: Report) -> list[RenderableType]:
     """A table: which chains have eager's bits here, and which run eager and cost speed."""
-    columns = "what kernels repeat", "has the bits of", "compared", "chains"
+    columns = "what kernels\nrepeat", "has the\nbits of", "compared", "chains"
     shown = Table(*columns, header_style="bold")
     without = "no kernel: runs eager" if report.torch_gpus else "nothing here"
     for e in report.exact or ():
         ours = Text(e.way) if e.way else Text(without, style="yellow")
-        compared = f"{e.compared:,}, {e.differing:,} differ" if e.compared else ""
-        shown.add_row(e.subject, ours, compared, ", ".join(e.chains) or "recorded blocks")
+        compared = f"{e.compared:,}\n{e.differing:,} differ" if e.compared else ""
+        shown.add_row(e.subject, ours, compared, _by_op(e.chains) or "recorded blocks")
     lost = [e.says for e in report.exact or () if e.way is None and e.says]
     parts: list[RenderableType] = [shown, *(Text(line, style="yellow") for line in lost)]
     if not report.torch_gpus:
         parts.append(Text("no GPU: exact modes run PyTorch's own ops here, with its bits"))
     return parts
+
+
+def _by_op(chains: Iterable[str]) -> str:
+    """Each op once, with its chains.
+
+    >>> _by_op(["geglu (torch)", "modulate (diffusers)", "modulate (wan)"])
+    'geglu (torch), modulate (diffusers, wan)'
+    """
+    found: dict[str, list[str]] = {}
+    for chain in chains:
+        op, _, name = chain.removesuffix(")").partition(" (")
+        found.setdefault(op, []).append(name)
+    return ", ".join(f"{op} ({', '.join(names)})" for op, names in found.items())
 
 
 def write(path: Path, report: Report) -> None:

@@ -20,7 +20,8 @@ def choose_device(name: str | None, *, tiny: bool = False) -> torch.device:
         if tiny:
             return torch.device("cpu")
         raise CannotRun(
-            "torch sees no GPU: --device cpu runs on the CPU, for hours; a tiny model takes seconds"
+            "torch sees no GPU: the tiny model (--tiny, or without --full) runs on the CPU in "
+            "seconds; --device cpu runs the full one there, for hours"
         )
     if torch.cuda.is_initialized():  # nvidia-smi would count this process as a user of the GPU
         return torch.device("cuda", torch.cuda.current_device())
@@ -55,8 +56,12 @@ def _named(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BadSetting("--device", f"{name!r} cannot be used: {reason}") from None
+        said = str(error).strip().splitlines()[0]
+        if name.partition(":")[0] != "cuda":  # PyTorch would list devices that we do not take
+            said = "expected cuda, cuda:1 or cpu"
+        elif not torch.cuda.is_available():
+            said += "; `kernelwright doctor` says what is missing, and --device cpu needs no GPU"
+        raise BadSetting("--device", f"{name!r} cannot be used: {said}") from None
     if device.type not in ("cuda", "cpu"):
         raise BadSetting("--device", f"{name!r}, expected cuda, cuda:1 or cpu")
     if device.type == "cuda" and device.index is None:

@@ -18,8 +18,8 @@ def show_nothing(name: str, steps: int) -> Callable[[], None]:
 
 @contextmanager
 def steps_shown(console: Console, *, quiet: bool) -> Iterator[Show]:
-    """Show the bar during a `with` block."""
-    if quiet:
+    """Show the bar during a `with` block, on a terminal: a file would get an empty line."""
+    if quiet or not (console.is_terminal or console.is_jupyter):
         yield show_nothing
         return
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 import kernelwright
 from kernelwright.backends import HOPPER
 from kernelwright.checking import emulator
-from kernelwright.checking.promises import Promise, close_emulated
+from kernelwright.checking.cubins import cubins
+from kernelwright.checking.promises import Promise, close_emulated, gradient
 from kernelwright.cli import app
-from kernelwright.ops.case import Inputs
+from kernelwright.errors import CannotRun
+from kernelwright.ops.case import Case, Inputs
 from kernelwright.ops.op import registry
 from kernelwright.ops.plan import Call
 from kernelwright.scaffold import create
@@ -111,6 +113,27 @@ def test_a_cuda_kernel_that_does_not_compile_or_spills_is_not_good(name, old, ne
     assert result.exit_code == 1
     assert says in result.output
     assert "not good: " in result.output
+
+
+def test_a_missing_nvrtc_is_named(monkeypatch):
+    def missing(*args, **how):
+        raise RuntimeError("kernelwright: NVRTC could not compile for sm_90\nno libnvrtc.so.13")
+
+    monkeypatch.setattr("kernelwright.backends.cuda.build", missing)
+    with pytest.raises(CannotRun, match="for sm_90; no libnvrtc"):
+        cubins(registry()["rmsnorm"], "cuda", ("sm_90",))
+
+
+def test_a_gradient_at_a_kink_says_what_to_do():
+    def kink(inputs):
+        return {"gate": torch.tensor([0.0, 1.0]), "up": torch.ones(2)}
+
+    class Relu:
+        def call(self, arguments):
+            return torch.relu(arguments["gate"]) * arguments["up"]
+
+    with pytest.raises(AssertionError, match="draw the values of the case elsewhere"):
+        gradient(Relu(), Case("kink", kink), "cpu")
 
 
 def test_stack_without_a_spill_is_no_failure(tmp_path):

@@ -73,6 +73,16 @@ def test_a_right_solution_in_cuda_is_solved_and_a_wrong_kernel_is_not(tmp_path):
     assert "over the bar" in groups["kernel"].failures[0]
 
 
+def test_a_verdict_names_the_groups_that_fall_short():
+    right = (evaluation.Group("kernel", 2, 2), evaluation.Group("own checks", 2, 2))
+    wrong = (right[0], evaluation.Group("own checks", 1, 2, ("a case: why",)))
+    unseen = (evaluation.Group("kernel", 0, 0, skipped="no g++"), right[1])
+    told = [evaluation.Score("reglu", "cuda", "", g).verdict for g in (right, wrong, unseen)]
+    assert told[0] == "solved"
+    assert told[1] == "not solved: 100% of the hidden tests hold; incomplete: own checks"
+    assert told[2] == "not solved: 0% of the hidden tests hold; incomplete: kernel"
+
+
 @pytest.mark.skipif(not NO_GPU, reason="kernels are interpreted where there is no GPU")
 def test_an_unchanged_template_is_not_a_solution(tmp_path):
     with plugged(create("reglu", "triton", "gated", tmp_path / "op")):

@@ -67,7 +67,9 @@ def _by_nvrtc(found: Sequence[Kernel], arch: str) -> list[Cubin]:
         raise CannotRun("cuda-core is not installed: pip install 'kernelwright[cuda]'") from None
     except RuntimeError as error:
         said = str(error).splitlines()
-        raise CannotRun("; ".join([said[0], *(x for x in said[1:] if "error" in x)][:3])) from None
+        # without a line of the compiler it did not run: the reason is the whole message
+        reasons = [x for x in said[1:] if "error" in x] or said[1:]
+        raise CannotRun("; ".join([said[0], *reasons][:3])) from None
     seen = usage(report)
     if len(seen) != len(found):
         raise CannotRun(f"{len(found)} kernels were compiled, ptxas reports {len(seen)}")

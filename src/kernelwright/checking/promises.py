@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from .. import backends, ops
 from ..catalog import public
@@ -284,7 +285,14 @@ def gradient(op: Checked, case: Case, device: str) -> None:
     def function(*values: Tensor) -> Any:
         return op.call(arguments | dict(zip(leaves, values, strict=True)))
 
-    assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
+    try:
+        gradcheck(function, tuple(leaves.values()), fast_mode=True)
+    except GradcheckError as error:
+        said = str(error).splitlines()[0].rstrip(",")
+        raise AssertionError(
+            f"{said} (finite differences; at a kink, such as relu's zero, there is no derivative: "
+            "draw the values of the case elsewhere)"
+        ) from None
 
 
 def wrong_tensor(op: Checked, device: str) -> None:

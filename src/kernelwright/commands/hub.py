@@ -121,7 +121,8 @@ def use(
     from .. import hub
 
     tried = []
-    for named in track(repositories, "trying kernels", console=Console(stderr=True)):
+    console = Console(stderr=True)
+    for named in track(repositories, "trying kernels", console=console, transient=True):
         repository, _, version = named.partition("@")
         if not version.lstrip("v").isdigit():
             _stop("use", f"{named}: name its version, as in {repository}@v1")

@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .bench import JsonOption
+from ..progress import steps_shown
+from .command_line import CommandLine
 from .one_line_errors import one_line_errors
+from .shared_options import JsonOption
 
 if TYPE_CHECKING:
     from ..skill.evaluation import Score
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = CommandLine(
     help="Measure the skill with an agent: ten requests for an op, with hidden tests.",
 )
 NameArgument = Annotated[str, typer.Argument(help="A request (`kernelwright skill eval list`).")]
@@ -78,8 +79,10 @@ def score(
 
     with one_line_errors("skill eval score"):
         request = evaluation.find(name)
-        with Console(stderr=True).status(f"running the hidden tests of {name}"):
-            found = evaluation.score(request, _known(language), folder)
+        known = _known(language)
+        with steps_shown(Console(stderr=True), quiet=as_json) as show:
+            show("compiling the kernel", 1)
+            found = evaluation.score(request, known, folder, show=show)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False))
     else:
@@ -110,6 +113,5 @@ def _print(found: Score) -> None:
         shown.add_row(Text(group.name, style="bold"), text)
     console = Console()
     console.print(Text(f"{found.request} in {found.language}", style="bold"), shown)
-    console.print(f"the kernel was run {found.seen}")
-    verdict = "solved" if found.solved else f"not solved: {found.share:.0%} of the hidden tests"
-    console.print(Text(verdict, style="bold green" if found.solved else "bold red"))
+    console.print(f"the kernel ran {found.seen}")
+    console.print(Text(found.verdict, style="bold green" if found.solved else "bold red"))

@@ -95,12 +95,12 @@ def _by_name() -> dict[str, Preset]:
 
 
 def table() -> Any:
-    """The presets for a terminal."""
+    """The presets for a terminal: the model and its library, and the size of one forward."""
     from rich.table import Table
+    from rich.text import Text
 
-    shown = Table()
-    for name in ("preset", "model", "library", "one forward"):
-        shown.add_column(name)
+    shown = Table.grid(padding=(0, 2, 0, 0))
     for found in presets().values():
-        shown.add_row(found.name, found.title, found.library, found.what)
+        model = Text(f"{found.title} · {found.library}\n").append(found.what, style="dim")
+        shown.add_row(Text(found.name, style="bold"), model)
     return shown

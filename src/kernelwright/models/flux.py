@@ -54,7 +54,7 @@ FLUX_DEV = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 512},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 9},
     make_inputs=_flux,
-    what="1024x1024: 4096 + 512 tokens of width 3072",
+    what="1024×1024: 4096 + 512 tokens of width 3072",
     pixels=16,
     depth=DEPTH,
 )
@@ -113,7 +113,7 @@ FLUX2_DEV = Preset(
     sizes=FLUX2_SIZES,
     tiny_sizes=FLUX2_TINY_SIZES,
     make_inputs=_flux2,
-    what="1024x1024: 4096 + 512 tokens of width 6144",
+    what="1024×1024: 4096 + 512 tokens of width 6144",
     pixels=16,
     depth=DEPTH,
 )
@@ -129,7 +129,7 @@ FLUX2_KLEIN_4B = replace(
         joint_attention_dim=7680,
         guidance_embeds=False,
     ),
-    what="1024x1024: 4096 + 512 tokens of width 3072",
+    what="1024×1024: 4096 + 512 tokens of width 3072",
 )
 
 FLUX2_KLEIN_9B = replace(
@@ -143,7 +143,7 @@ FLUX2_KLEIN_9B = replace(
         joint_attention_dim=12288,
         guidance_embeds=False,
     ),
-    what="1024x1024: 4096 + 512 tokens of width 4096",
+    what="1024×1024: 4096 + 512 tokens of width 4096",
 )
 
 
@@ -182,7 +182,7 @@ FLUX3 = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 160},
     tiny_sizes=FLUX2_TINY_SIZES,
     make_inputs=_flux3,
-    what="1024x1024: 4096 + 160 tokens of width 3072, a timestep for each token",
+    what="1024×1024: 4096 + 160 tokens of width 3072, a timestep for each token",
     pixels=16,
     depth=DEPTH,
 )
@@ -232,7 +232,7 @@ CHROMA = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 512},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 9},
     make_inputs=_chroma,
-    what="1024x1024: 4096 + 512 tokens of width 3072, a mask over all pairs",
+    what="1024×1024: 4096 + 512 tokens of width 3072, a mask over all pairs",
     pixels=16,
     depth=DEPTH,
 )

@@ -62,7 +62,7 @@ SD3_5_MEDIUM = Preset(
     sizes={"batch": 2, "height": 1024, "width": 1024, "text": 77 + 256},
     tiny_sizes={"batch": 2, "height": 32, "width": 48, "text": 7},
     make_inputs=_sd3,
-    what="1024x1024, batch 2: 4096 + 333 tokens of width 1536",
+    what="1024×1024, batch 2: 4096 + 333 tokens of width 1536",
     pixels=16,
     depth=("num_layers", "dual_attention_layers"),
     shallow=_sd3_shallow,
@@ -120,7 +120,7 @@ PIXART = Preset(
     sizes={"batch": 2, "height": 1024, "width": 1024, "text": 300},
     tiny_sizes={"batch": 2, "height": 64, "width": 64, "text": 12},
     make_inputs=_pixart,
-    what="1024x1024, batch 2: 4096 tokens of width 1152, 300 of text",
+    what="1024×1024, batch 2: 4096 tokens of width 1152, 300 of text",
     pixels=16,
 )
 
@@ -168,7 +168,7 @@ DIT_XL = Preset(
     sizes={"batch": 2, "side": 256},
     tiny_sizes={"batch": 2, "side": 64},
     make_inputs=_dit,
-    what="256x256, batch 2: 256 tokens of width 1152",
+    what="256×256, batch 2: 256 tokens of width 1152",
     pixels=16,
 )
 
@@ -225,7 +225,7 @@ SANA_1_6B = Preset(
     sizes={"batch": 2, "height": 1024, "width": 1024, "text": 300},
     tiny_sizes={"batch": 2, "height": 128, "width": 192, "text": 12},
     make_inputs=_sana,
-    what="1024x1024, batch 2: 1024 tokens of width 2240, linear attention, 300 of text",
+    what="1024×1024, batch 2: 1024 tokens of width 2240, linear attention, 300 of text",
     pixels=32,
 )
 
@@ -271,7 +271,7 @@ AURAFLOW = Preset(
     sizes={"batch": 2, "height": 1024, "width": 1024, "text": 256},
     tiny_sizes={"batch": 2, "height": 64, "width": 64, "text": 12},
     make_inputs=_aura,
-    what="1024x1024, batch 2: 4096 + 264 tokens of width 3072, heads of 256",
+    what="1024×1024, batch 2: 4096 + 264 tokens of width 3072, heads of 256",
     pixels=16,
     depth=("num_mmdit_layers", "num_single_dit_layers"),
 )

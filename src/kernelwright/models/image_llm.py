@@ -56,7 +56,7 @@ QWEN_IMAGE = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 141},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 9},
     make_inputs=_qwen,
-    what="1024x1024: 4096 + 141 tokens of width 3072",
+    what="1024×1024: 4096 + 141 tokens of width 3072",
     pixels=16,
 )
 
@@ -107,7 +107,7 @@ QWEN_IMAGE_2_1 = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 141},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 9},
     make_inputs=_qwen21,
-    what="1024x1024: 4096 + 141 tokens of width 4096 in one sequence, the text causal",
+    what="1024×1024: 4096 + 141 tokens of width 4096 in one sequence, the text causal",
     pixels=32,
 )
 
@@ -156,7 +156,7 @@ Z_IMAGE = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 101},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 9},
     make_inputs=_z_image,
-    what="1024x1024: 4096 + 128 tokens of width 3840 in one sequence",
+    what="1024×1024: 4096 + 128 tokens of width 3840 in one sequence",
     pixels=16,
     depth=("n_layers", "n_refiner_layers"),
 )
@@ -209,7 +209,7 @@ LUMINA2 = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 256},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 12},
     make_inputs=_lumina,
-    what="1024x1024: 4096 + 64 tokens of width 2304 in one sequence, 24 heads on 8",
+    what="1024×1024: 4096 + 64 tokens of width 2304 in one sequence, 24 heads on 8",
     pixels=16,
     depth=("num_layers", "num_refiner_layers"),
 )
@@ -272,7 +272,7 @@ KREA_2 = Preset(
     sizes={"batch": 1, "height": 1024, "width": 1024, "text": 512},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 12},
     make_inputs=_krea,
-    what="1024x1024: 4096 + 512 tokens of width 6144 in one sequence, 48 heads on 12",
+    what="1024×1024: 4096 + 512 tokens of width 6144 in one sequence, 48 heads on 12",
     pixels=16,
     depth=("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks"),
 )
@@ -339,7 +339,7 @@ IDEOGRAM_4 = Preset(
     sizes={"batch": 1, "height": 2048, "width": 2048, "text": 2048},
     tiny_sizes={"batch": 1, "height": 64, "width": 96, "text": 12},
     make_inputs=_ideogram,
-    what="2048x2048: 16384 + 2048 tokens of width 4608 in one sequence, heads of 256, a dense mask",
+    what="2048×2048: 16384 + 2048 tokens of width 4608 in one sequence, heads of 256, a dense mask",
     pixels=16,
 )
 

@@ -80,7 +80,7 @@ SDXL_UNET = Preset(
     sizes={"batch": 2, "height": 1024, "width": 1024, "text": 77},
     tiny_sizes={"batch": 2, "height": 32, "width": 64, "text": 7},
     make_inputs=_sdxl,
-    what="1024x1024, batch 2: 128x128 cells, 77 tokens of text",
+    what="1024×1024, batch 2: 128×128 cells, 77 tokens of text",
     pixels=8,
     depth=("layers_per_block", "transformer_layers_per_block"),
 )

@@ -65,7 +65,7 @@ LTX_VIDEO = Preset(
     sizes={"batch": 2, "frames": 49, "height": 512, "width": 768, "text": 128},
     tiny_sizes={"batch": 2, "frames": 17, "height": 64, "width": 96, "text": 12},
     make_inputs=_ltx,
-    what="49 frames of 512x768, batch 2: 2688 tokens of width 2048, 128 of text",
+    what="49 frames of 768×512, batch 2: 2688 tokens of width 2048, 128 of text",
     pixels=32,
     frames=8,
 )
@@ -115,7 +115,7 @@ WAN_1_3B = Preset(
     sizes={"batch": 1, "frames": 81, "height": 480, "width": 832, "text": 512},
     tiny_sizes=WAN_TINY_SIZES,
     make_inputs=_wan,
-    what="81 frames of 480x832: 32760 tokens of width 1536, 512 of text",
+    what="81 frames of 832×480: 32760 tokens of width 1536, 512 of text",
     pixels=16,
     frames=4,
 )
@@ -130,7 +130,7 @@ WAN_2_2_14B = Preset(
     sizes={"batch": 1, "frames": 45, "height": 480, "width": 832, "text": 512},
     tiny_sizes=WAN_TINY_SIZES,
     make_inputs=_wan,
-    what="45 frames of 480x832: 18720 tokens of width 5120, 512 of text",
+    what="45 frames of 832×480: 18720 tokens of width 5120, 512 of text",
     pixels=16,
     frames=4,
 )
@@ -157,7 +157,7 @@ WAN_2_2_5B = Preset(
     sizes={"batch": 1, "frames": 81, "height": 704, "width": 1280, "text": 512},
     tiny_sizes={**WAN_TINY_SIZES, "height": 64, "width": 96},
     make_inputs=_wan_per_token,
-    what="81 frames of 704x1280: 18480 tokens of width 3072, a timestep for each, 512 of text",
+    what="81 frames of 1280×704: 18480 tokens of width 3072, a timestep for each, 512 of text",
     pixels=32,
     frames=4,
 )
@@ -229,7 +229,7 @@ COGVIDEOX_5B = Preset(
     sizes={"batch": 1, "frames": 49, "height": 480, "width": 720},
     tiny_sizes={"batch": 1, "frames": 9, "height": 32, "width": 48},
     make_inputs=_cogvideox,
-    what="49 frames of 480x720: 17550 + 226 tokens of width 3072",
+    what="49 frames of 720×480: 17550 + 226 tokens of width 3072",
     pixels=16,
     frames=4,
 )
@@ -277,7 +277,7 @@ MOCHI = Preset(
     sizes={"batch": 2, "frames": 31, "height": 480, "width": 848},
     tiny_sizes={"batch": 2, "frames": 7, "height": 32, "width": 48},
     make_inputs=_mochi,
-    what="31 frames of 480x848, batch 2: 9540 + 256 tokens of width 3072",
+    what="31 frames of 848×480, batch 2: 9540 + 256 tokens of width 3072",
     pixels=16,
     frames=6,
 )
@@ -334,7 +334,7 @@ KANDINSKY5_LITE = Preset(
     sizes={"batch": 1, "frames": 49, "height": 512, "width": 768, "text": 200},
     tiny_sizes={"batch": 1, "frames": 9, "height": 32, "width": 48, "text": 8},
     make_inputs=_kandinsky5,
-    what="49 frames of 512x768: 19968 tokens of width 1792, 200 of text",
+    what="49 frames of 768×512: 19968 tokens of width 1792, 200 of text",
     pixels=16,
     frames=4,
     depth=("num_visual_blocks", "num_text_blocks"),

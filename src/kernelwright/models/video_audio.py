@@ -150,7 +150,7 @@ LTX_2 = Preset(
     sizes=LTX2_SIZES,
     tiny_sizes=LTX2_TINY_SIZES,
     make_inputs=_ltx2,
-    what="121 frames of 512x768, batch 2: 6144 tokens of width 4096 and 126 of sound of width "
+    what="121 frames of 768×512, batch 2: 6144 tokens of width 4096 and 126 of sound of width "
     "2048, 1024 of text",
     pixels=32,
     frames=8,
@@ -276,7 +276,7 @@ MINIMAX_H3 = Preset(
     sizes={"batch": 1, "frames": 124, "height": 768, "width": 1344, "text": 256},
     tiny_sizes={"batch": 1, "frames": 5, "height": 64, "width": 96, "text": 9},
     make_inputs=_minimax_h3,
-    what="124 frames of 768x1344: 37296 tokens of width 5376, 414 of sound and 256 of text in one "
+    what="124 frames of 1344×768: 37296 tokens of width 5376, 414 of sound and 256 of text in one "
     "sequence",
     pixels=32,
     frames=17,
@@ -345,7 +345,7 @@ KANDINSKY6 = Preset(
     sizes={"batch": 1, "frames": 121, "height": 512, "width": 768, "text": 200},
     tiny_sizes={"batch": 1, "frames": 9, "height": 32, "width": 48, "text": 8},
     make_inputs=_kandinsky6,
-    what="121 frames of 512x768: 47616 tokens of width 4096, 218 of sound, 200 of text",
+    what="121 frames of 768×512: 47616 tokens of width 4096, 218 of sound, 200 of text",
     pixels=16,
     frames=4,
     depth=("num_visual_blocks", "num_text_blocks"),

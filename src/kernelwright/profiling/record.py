@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,10 @@ def record(
         activities.append(ProfilerActivity.CPU)
     if gpu:
         torch.cuda.synchronize(device)
+    else:
+        # from torch 2.13 on the profiler prints a line at each start and stop, above its errors;
+        # on a GPU those errors matter
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with torch.profiler.profile(activities=activities) as profiler:
         call()
         if gpu:

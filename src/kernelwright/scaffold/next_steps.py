@@ -12,7 +12,7 @@ from rich.tree import Tree
 from .create import Created
 
 HOLDS = {
-    "__init__.py": "the function, its documentation and its declaration",
+    "__init__.py": "the function, its checks and declaration",
     "reference.py": "the formula in plain PyTorch: change it first",
     "cases.py": "the shapes of tests and benchmarks",
     "backward.py": "its gradients: the formula, and what is kept for it",

@@ -9,7 +9,7 @@ from typing import Any
 from .record import Record
 from .table import fate, short_kind
 
-OTHER_COLUMNS = 24  # count, weight and the lines between columns
+OTHER_COLUMNS = 15  # count, and the lines between columns
 LEAST = 24
 
 
@@ -27,7 +27,6 @@ class Architecture:
         table = Table(title=f"{report.target}, numerics={report.numerics!r}", title_justify="left")
         table.add_column("module and class", no_wrap=True)
         table.add_column("count", justify="right")
-        table.add_column("weight")
         table.add_column("what inject does with it", overflow="fold")
         places = [".".join(p for p in (n.component, n.where) if p) for n in report.lines]
         names = shortened(
@@ -35,11 +34,11 @@ class Architecture:
             max(LEAST, (options.max_width - OTHER_COLUMNS) * 3 // 5),
         )
         for name, (line, count) in zip(names, report.lines.items(), strict=True):
-            kind = Text(f"  {short_kind(line.kind)}", style="dim", overflow="ellipsis")
+            weight = {True: ", weight", False: ", no weight", None: ""}[line.weight]
+            kind = Text(f"  {short_kind(line.kind)}{weight}", style="dim", overflow="ellipsis")
             table.add_row(
                 Text(name).append("\n").append_text(kind),
                 str(count),
-                {True: "yes", False: "no", None: ""}[line.weight],
                 fate(line.replaced_by, line.left_alone),
                 style=None if line.replaced_by else "dim",
             )

@@ -28,6 +28,7 @@ from ...checking.promises import promises
 from ...errors import CannotRun
 from ...ops.case import Case, Inputs
 from ...ops.op import Op, registry
+from ...progress import Show, show_nothing
 from .hidden_cases import hidden_cases
 from .requests import OPTIONAL, Request
 
@@ -72,6 +73,17 @@ class Score:
         ran = [g.held / g.total if g.total else 0.0 for g in self.groups if g.name in HIDDEN]
         return sum(ran) / len(ran)
 
+    @property
+    def verdict(self) -> str:
+        """One line: solved, or what is missing."""
+        if self.solved:
+            return "solved"
+        short = [g.name for g in self.groups if g.skipped or g.held < g.total]
+        return (
+            f"not solved: {self.share:.0%} of the hidden tests hold; "
+            f"incomplete: {', '.join(short) or 'the kernel was not run'}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "solved": self.solved, "share": round(self.share, 3)}
 
@@ -103,8 +115,9 @@ def score(
     folder: Path | None = None,
     groups: Collection[str] = GROUPS,
     cases: Collection[str] = (),
+    show: Show = show_nothing,
 ) -> Score:
-    """Run every hidden test, or those of some groups and hidden cases."""
+    """Run every hidden test, or those of some groups and hidden cases; `show` is told of each."""
     op = load(request, folder)
     hidden = [c for c in hidden_cases(request) if not cases or c.name in cases]
     on_gpu = torch.cuda.is_available()
@@ -113,8 +126,9 @@ def score(
     seen = {
         ("triton", True): "on the GPU",
         ("cuda", True): "on the GPU",
-        ("triton", False): "interpreted, no GPU: its functions and its speed are not seen",
-        ("cuda", False): "emulated by g++, no GPU: races, its functions and its speed are not seen",
+        ("triton", False): "interpreted, no GPU: the GPU's own functions and speed are not seen",
+        ("cuda", False): "emulated by g++, no GPU: races, the GPU's own functions and speed are "
+        "not seen",
     }[language, on_gpu]
     kernel = _Kernel(op, language, device, emulator)
     tests: dict[str, Callable[[], Iterable[Test]]] = {
@@ -127,16 +141,18 @@ def score(
         "cubins": lambda: [(a, functools.partial(_compiles, op, language, a)) for a in TARGETS],
     }
     found = [
-        Group(name, 0, 0, skipped=why) if name == "kernel" and why else _group(name, tests[name]())
+        Group(name, 0, 0, skipped=why)
+        if name == "kernel" and why
+        else _group(name, tests[name](), show)
         for name in groups
     ]
     return Score(request.name, language, seen, tuple(found))
 
 
-def _group(name: str, tests: Iterable[Test]) -> Group:
-    failures, total = [], 0
-    for label, hold in tests:
-        total += 1
+def _group(name: str, tests: Iterable[Test], show: Show) -> Group:
+    failures, all_tests = [], list(tests)
+    step = show(name, len(all_tests))
+    for label, hold in all_tests:
         try:
             with poisoned_memory(), rounding_interpreter(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -144,7 +160,8 @@ def _group(name: str, tests: Iterable[Test]) -> Group:
         except Exception as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             failures.append(f"{label}: {said}")
-    return Group(name, total - len(failures), total, tuple(failures))
+        step()
+    return Group(name, len(all_tests) - len(failures), len(all_tests), tuple(failures))
 
 
 @dataclass(frozen=True)
