@@ -235,7 +235,8 @@ def test_what_is_wrong_is_said_before_any_work(wrong, message):
 def test_a_model_of_full_size_does_not_go_to_the_cpu_unasked():
     result = invoke("ltx-video")
     assert result.exit_code == 1
-    assert "torch sees no GPU: --device cpu" in result.output
+    assert "torch sees no GPU: the tiny model" in result.output
+    assert "--device cpu runs the full one" in result.output
 
 
 def test_the_result_file_is_on_the_report_page(tmp_path):

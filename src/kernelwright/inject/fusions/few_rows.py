@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import all_modules_hooked
@@ -44,7 +45,7 @@ class FewRowsFusions(ProjectionFusions, FeedForwardFusions):
     ) -> Tensor:
         """down(SiLU(gate(x)) * up(x)); `activation` is the model's SiLU."""
         rows = None
-        if is_few(x) and not hooked_now(activation):
+        if is_few(x) and not torch.compiler.is_compiling() and not hooked_now(activation):
             rows = self._gated((gate, up), activation, x)
         if rows is not None:
             return self.linear(down, rows)
