@@ -59,6 +59,14 @@ def resting_in(model):
     return [name for name, p in model.named_parameters() if is_at_rest(p)]
 
 
+def rested(model, x):
+    """A layer of a model whose weights rest, and the layers of its injection."""
+    kw.inject(model, numerics="fp8")
+    with torch.no_grad():
+        model(x)
+    return model.blocks[0], getattr(forwards.installed(model.blocks[0]), forwards.MARK)
+
+
 def built(name):
     how = {"tiny": True, "dtype": torch.float32}
     return models.build(name, **how), models.inputs(name, **how)
@@ -175,11 +183,7 @@ def test_a_weight_is_fetched_where_its_layer_runs_in_16_bits_and_leaves_again(mo
 
 
 def test_a_weight_that_changed_its_dtype_while_it_rested_is_fetched(model, x):
-    kw.inject(model, numerics="fp8")
-    with torch.no_grad():
-        model(x)
-    layer = model.blocks[0]
-    eight = getattr(forwards.installed(layer), forwards.MARK)
+    layer, eight = rested(model, x)
     model.to(torch.bfloat16)
     changed, values = layer.weight.data_ptr(), layer.weight.clone()
     assert eight.fetch(layer)
@@ -189,11 +193,7 @@ def test_a_weight_that_changed_its_dtype_while_it_rested_is_fetched(model, x):
 
 def test_what_others_make_of_a_weight_that_rests_is_moved_to_the_input(model, x):
     """Of a parameter on the CPU, functional_call and plain attributes get tensors on the CPU."""
-    kw.inject(model, numerics="fp8")
-    with torch.no_grad():
-        model(x)
-    layer = model.blocks[0]
-    eight = getattr(forwards.installed(layer), forwards.MARK)
+    layer, eight = rested(model, x)
     eight.resting._home = meta = torch.device("meta")  # stands for a GPU
     values, bias = layer.weight.detach() * 2, layer.bias.to("meta")
     for put in (layer._parameters, layer.__dict__):

@@ -1,8 +1,9 @@
-"""Pinned CPU memory for the 16-bit weights of fp8 layers, made in seconds.
+"""Pinned CPU memory for the 16-bit weights of fp8 layers.
 
 PyTorch rounds pinned allocations up to powers of two, half as much again for the weights of FLUX:
 here weights are slices of large blocks. CUDA fills and locks the pages of a block one after the
-other, 10 s for the 13 GB of Llama-3-8B; so all cores fill a block first, and CUDA only locks it.
+other, which takes seconds for a large model; so all cores fill a block first, and CUDA only locks
+it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class PinnedMemory:
 
 
 def _pinned(size: int) -> Tensor:
-    if torch.cuda.is_available() and hasattr(mmap, "MAP_ANONYMOUS"):
-        # a system may limit how much memory is locked
-        with suppress(RuntimeError, OSError):
+    if torch.cuda.is_available():
+        # a system may limit how much memory is locked; Windows has no such pages
+        with suppress(RuntimeError, OSError, AttributeError):
             return _filled_and_locked(size)
         with suppress(RuntimeError):
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -195,8 +195,7 @@ class _Others:
         found = [value.held() for _, _, value in self.rows]
         self._ids = list(map(id, found))
         self._gone: list[Any] = []
-        # those that can have none are held by their _Other
-        self._watched = [ref(v, self._gone.append) for v in found if type(v).__weakrefoffset__]
+        self._watched = [_watched(v, self._gone.append) for v in found]
         self._containers = [
             (names, name, value.contents)
             for names, name, value in self.rows
@@ -209,6 +208,14 @@ class _Others:
             and list(map(id, map(getitem, self._dicts, self._keys))) == self._ids
             and all(contents.hold(names[name]) for names, name, contents in self._containers)
         )
+
+
+def _watched(value: Any, gone: Callable[[Any], None]) -> ref[Any] | None:
+    """A weak reference that calls `gone`; None for what can have none, which its _Other holds."""
+    try:
+        return ref(value, gone)
+    except TypeError:
+        return None
 
 
 class _Weights:
