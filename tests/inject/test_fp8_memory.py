@@ -219,6 +219,16 @@ def test_a_parametrization_gets_its_weight_back(model, x):
     assert not is_at_rest(original)
 
 
+def test_all_that_weight_norm_makes_of_a_weight_that_rests_is_moved(model, x):
+    layer, eight = rested(model, x)
+    nn.utils.parametrizations.weight_norm(layer)
+    before = {p.data_ptr() for p in layer.parametrizations.parameters()}
+    eight.resting.move(layer, torch.device("cpu"))
+    after = {p.data_ptr() for p in layer.parametrizations.parameters()}
+    assert len(before) == len(after) == 2
+    assert not before & after
+
+
 def test_a_transform_of_torch_func_leaves_weights_where_they_are(model, x):
     def loss(x):
         return model(x).square().sum()
@@ -293,6 +303,24 @@ def test_a_lora_that_is_loaded_afterwards_works():
     run(model, inputs)
     kw.restore(model)
     assert not resting_in(model)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["", "its weight a plain attribute"])
+def test_an_adapter_is_where_the_layer_inside_it_runs(model, x, plain):
+    """peft creates an adapter on the device of the weight, which is the CPU while that rests."""
+    lora = pytest.importorskip("peft.tuners.lora")
+    layer, eight = rested(model, x)
+    eight.resting._home = torch.device("meta")  # stands for a GPU
+    del eight.resting._rests[layer]
+    if plain:
+        values = layer.weight.detach() * 2
+        del layer.weight
+        layer.weight = values
+    model.blocks[0] = lora.Linear(layer, "default", lora.LoraConfig(r=4), r=4)
+    eight.follow_adapters(model, on_gpu=True)  # not where the weights were
+    assert {p.device.type for p in model.blocks[0].lora_A.parameters()} == {"cpu"}
+    eight.follow_adapters(model, on_gpu=False)
+    assert {p.device.type for p in model.blocks[0].lora_A.parameters()} == {"meta"}
 
 
 def test_a_copy_of_the_model_runs_and_is_restored(model, x):

@@ -80,7 +80,7 @@ def model_forward(
         with model_run.begin(self, args, kwargs, fusions.samples):
             samples = fusions.samples
             if fusions.fp8_layers is not None and model_run.active.adapted:
-                fusions.fp8_layers.follow_adapters(self)
+                fusions.fp8_layers.follow_adapters(self, model_run.active.on_gpu)
             # reading samples is no part of a graph, nor of the run before its capture
             captured = capturing() or reading()
             outermost = model_run.is_outermost(self) and not captured

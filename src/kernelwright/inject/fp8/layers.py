@@ -36,7 +36,7 @@ from .activations import Makers, rows_of
 from .attention import Fp8Attention
 from .compiled import FP8_LINEAR, LayersByWeight, number
 from .few_rows import activated, of_few_rows
-from .resting import Resting
+from .resting import Resting, weight_of
 from .suitable_layers import is_short, misfit
 from .weights import Pack, Quantised, quantise
 
@@ -96,7 +96,7 @@ class Fp8Layers:
         own = forwards.class_forward(layer, self._class_forward)
         if torch.compiler.is_compiling():
             return own(layer, x)
-        weight = layer._parameters.get("weight", layer.__dict__.get("weight"))
+        weight = weight_of(layer)
         if self.resting.is_at_rest(layer):
             if self.resting.is_dropped(layer):  # what is left of it
                 kept = self._layers[layer]
@@ -137,16 +137,20 @@ class Fp8Layers:
             self.resting.rest(layer, self.samples.epoch)
             kept.remade(layer, self.samples)
 
-    def follow_adapters(self, model: nn.Module) -> None:
-        """Bring back the weights that adapters were put around. peft creates an adapter on the
-        device of the weight, so it comes along."""
+    def follow_adapters(self, model: nn.Module, on_gpu: bool) -> None:
+        """Bring back the weights that adapters were put around, if the model runs where they were.
+        peft creates an adapter on the device of the weight, so it comes along."""
         for module in model.modules():
             layer: Any = base_layer(module)
-            if layer is None or not self._has(layer) or not self.resting.is_at_rest(layer):
+            if layer is None or not self._has(layer):
                 continue
-            bias = layer.bias
+            home = self.resting.home_of(layer)
+            weight = weight_of(layer)
+            if home is None or (home.type == "cuda") is not on_gpu:
+                continue
+            if weight is not None and weight.device == home and not self.resting.is_at_rest(layer):
+                continue
             self.fetch(layer)
-            home = layer.weight.device if bias is None else bias.device
             for child in peft_children(module):
                 child.to(home)
 

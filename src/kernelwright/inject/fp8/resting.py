@@ -127,16 +127,21 @@ class Resting:
             return True
 
     def move(self, module: nn.Module, device: torch.device) -> None:
-        """Bring all weights inside a module that is no longer a plain layer to a device."""
+        """Bring all weights inside a module that is no longer a plain layer to a device. What
+        others have computed of a weight that rested, as weight_norm does, lies beside it."""
+        weights = [*module.parameters(), *module.buffers()]
+        if not any(map(is_at_rest, weights)):
+            return
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            for weight in module.parameters():
-                if is_at_rest(weight):
+            for weight in weights:
+                if weight.device.type == "cpu":
                     weight.data = weight.data.to(device, copy=True)
 
     def home_of(self, layer: Any) -> torch.device | None:
-        """The device from which the weight of a layer has come."""
+        """The device from which the weight of a layer has come; of a layer that has replaced one,
+        or is a copy, that of the others."""
         rest = self._rests.get(layer)
-        return None if rest is None else rest.home
+        return self._home if rest is None else rest.home
 
     def is_home(self, device: torch.device) -> bool:
         """Whether weights have come from this device."""
@@ -180,6 +185,11 @@ class Resting:
         size = sum(r.copy.numel() * r.copy.element_size() for r in rests) / 2**30
         where = "dropped" if self.keep is None else "in CPU memory"
         return f"16-bit weights of {len(rests)} fp8 layers are {where}, {size:.2f} GiB"
+
+
+def weight_of(layer: Any) -> Any:
+    """The weight of a layer, be it a plain attribute; None if a parametrization has it."""
+    return layer._parameters.get("weight", layer.__dict__.get("weight"))
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
