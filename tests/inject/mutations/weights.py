@@ -29,8 +29,9 @@ def weight(side, draw, wanted=has_weight):
 
 
 def nearby(draw, like):
-    """Other values of the same magnitude."""
-    scale = like.detach().float().std().nan_to_num(1).item() or 1.0
+    """Other values of the same magnitude. Of weights on a GPU too, the host computes it: one of an
+    fp8 layer may lie on the CPU on one side only."""
+    scale = like.detach().cpu().float().std().nan_to_num(1).item() or 1.0
     return like.detach() + noise(draw, like) * (scale / 2)
 
 
