@@ -273,6 +273,27 @@ def test_a_weight_that_was_written_to_while_it_was_back_is_copied_again(model, x
     assert torch.equal(model.blocks[0].weight, tripled)
 
 
+@pytest.mark.parametrize("how", ["a new Parameter", "another .data"])
+def test_a_weight_that_was_replaced_while_it_rested_is_not_taken_for_the_old_one(
+    model, x, monkeypatch, how
+):
+    layer, eight = rested(model, x)
+    values = layer.weight.detach() * 2
+    if how == "a new Parameter":
+        layer.weight = nn.Parameter(values.clone(), requires_grad=False)
+    else:
+        layer.weight.data = values.clone()
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(resting, "leaves_gpu", lambda weight: False)  # it was made on the CPU
+        model(x)
+    eight.fetch(layer)
+    assert torch.equal(layer.weight, values)
+    with torch.no_grad():
+        model(x)
+    assert is_at_rest(layer.weight)
+    assert torch.equal(layer.weight, values)
+
+
 def test_gradients_are_those_of_eager_although_weights_had_left(model, x):
     kw.inject(model, numerics="fp8")
     model(x)
@@ -476,6 +497,9 @@ class TestDropped:
         with pytest.raises(RuntimeError, match=r"restore: .* 3 layers were dropped"):
             kw.restore(model)
         assert torch.equal(model(x), eight)  # an error changes nothing
+        nn.utils.parametrizations.weight_norm(model.blocks[0])
+        with pytest.raises(RuntimeError, match=r"a parametrization: .* 1 layers were dropped"):
+            model(x)
 
     def test_a_block_of_code_cannot_be_injected_so(self, model):
         with (

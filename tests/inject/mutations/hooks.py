@@ -85,7 +85,7 @@ def backward_everywhere(side, draw):
     return undo
 
 
-@on_models("hooks.gradient hook of a parameter", after=("calls.gradients",))
+@on_models("hooks.gradient hook of a parameter", after=("calls.gradients",), exact_only=True)
 def gradient(side, draw):
     names = [n for n, p in side.model.named_parameters() if p.requires_grad]
     if not names:

@@ -105,6 +105,7 @@ class Fp8Layers:
             if self.resting.home_of(layer) == x.device and not capturing() and not in_functorch():
                 self.fetch(layer)
         if weight is None and self.resting.is_home(x.device):
+            self.resting.refuse_dropped([layer], "a parametrization")
             self.resting.move(layer, x.device)  # a parametrization has the weight
         if not isinstance(weight, Tensor) or weight.device == x.device:
             return own(layer, x)

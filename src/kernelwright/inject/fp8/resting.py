@@ -44,7 +44,8 @@ class _Rest:
     copy: Tensor
     home: torch.device
     dropped: Any = None  # removes the hook on the layer's state_dict
-    awake: MadeFrom | None = None  # the weight when it was last fetched; None while it rests
+    awake: bool = False  # the weight was fetched since it was put there
+    fetched: MadeFrom | None = None  # the weight as it was fetched from `copy`
     calls: int = 0
     moved: int = 0
 
@@ -66,7 +67,7 @@ class Resting:
         if self.keep == "gpu" or layer in self.staying:
             return False
         weight, rest = layer._parameters["weight"], self._rests.get(layer)
-        if rest is not None and rest.awake is None:
+        if rest is not None and not rest.awake:
             if _is_same_memory(weight, rest.copy):
                 rest.calls += 1
                 return self.keep is None and rest.dropped is None
@@ -90,9 +91,9 @@ class Resting:
             elif rest is None or rest.copy.shape != weight.shape or rest.copy.dtype != weight.dtype:
                 rest = _Rest(self._memory.like(weight).copy_(weight), home)
             else:
-                if rest.awake is None or not rest.awake.holds((weight,), epoch):
+                if rest.fetched is None or not rest.fetched.holds((weight,), epoch):
                     rest.copy.copy_(weight)
-                rest.home, rest.awake = home, None
+                rest.home, rest.awake, rest.fetched = home, False, None
             self._put(layer, rest)
 
     def place(self, layer: Any, home: torch.device) -> None:
@@ -116,13 +117,14 @@ class Resting:
             return True
         with self._lock, torch.inference_mode(False), torch.no_grad():
             weight = layer._parameters.get("weight")
-            if weight is None or rest.awake is not None or not self.is_at_rest(layer):
+            if weight is None or rest.awake or not self.is_at_rest(layer):
                 return True
             if rest.dropped is not None:
                 return False
-            # not of rest.copy: it may have been changed where it rests, as by `.to(dtype)`
+            # not of rest.copy: others may have replaced it, as `.to(dtype)` does
+            unmoved = _is_same_memory(weight, rest.copy)
             weight.data = weight.data.to(rest.home, copy=True)
-            rest.awake = MadeFrom.of((weight,), epoch)
+            rest.awake, rest.fetched = True, MadeFrom.of((weight,), epoch) if unmoved else None
             relocated()
             return True
 
@@ -157,7 +159,7 @@ class Resting:
         weight, rest = layer._parameters.get("weight"), self._rests.get(layer)
         if type(weight) is not nn.Parameter or weight.device.type != "cpu":
             return False
-        return is_at_rest(weight) or (rest is not None and rest.awake is None)
+        return is_at_rest(weight) or (rest is not None and not rest.awake)
 
     def refuse_dropped(self, layers: list[Any], what: str) -> None:
         """Raise an error if the weight of one of these layers is gone."""
@@ -179,7 +181,7 @@ class Resting:
 
     def describe(self) -> str | None:
         """One line for the report, or None if no weight has left its GPU."""
-        rests = [r for r in self._rests.values() if r.awake is None]
+        rests = [r for r in self._rests.values() if not r.awake]
         if not rests:
             return None
         size = sum(r.copy.numel() * r.copy.element_size() for r in rests) / 2**30

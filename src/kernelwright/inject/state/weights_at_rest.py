@@ -19,4 +19,9 @@ def note_at_rest(weight: Tensor) -> None:
 def is_at_rest(weight: Any) -> bool:
     """Whether a weight was moved away from its model's GPU. It may lie on another device than what
     its layer is given."""
-    return bool(_storages) and weight.device.type == "cpu" and weight.untyped_storage() in _storages
+    if not _storages or weight.device.type != "cpu":
+        return False
+    try:
+        return weight.untyped_storage() in _storages
+    except NotImplementedError:  # a tensor of a transform of torch.func has no storage
+        return False
