@@ -78,6 +78,18 @@ def test_a_future_pytorch_that_sums_in_reverse_is_noticed_and_named(monkeypatch)
     assert planned(registry()["rmsnorm"], "diffusers", 100, 2048, torch.bfloat16, HOPPER)
 
 
+def test_an_op_that_fails_in_pytorch_itself_is_named_and_left_to_it(monkeypatch):
+    def broken(*args, **kwargs):
+        raise ModuleNotFoundError("no cutlass.cute")
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", broken)
+    found = {f.subject: f for f in calibrate("cpu")}
+    said = "F.rms_norm fails here in PyTorch itself: ModuleNotFoundError: no cutlass.cute"
+    assert str(found["F.rms_norm"]) == said
+    assert verdicts([found["F.rms_norm"]]) == {"F.rms_norm": None}
+    assert found["at::mean"].compared
+
+
 def test_a_function_with_one_other_bit_is_named(monkeypatch):
     own = torch.exp
 

@@ -29,15 +29,18 @@ PROBE_WIDTHS = (128, 2048)
 class Finding:
     """What was found of one subject: the way that has its bits, or None; the elements compared, and
     of them those that differ, by the way that differs least; the ways whose order of summation the
-    installed op has, or None if that was not asked."""
+    installed op has, or None if that was not asked; the error that PyTorch's own op raises."""
 
     subject: str
     way: str | None
     compared: int
     differing: int
     orders: tuple[str, ...] | None = None
+    error: str | None = None
 
     def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.subject} fails here in PyTorch itself: {self.error}"
         if self.way is not None:
             return f"{self.subject} has the bits of {self.way}"
         if self.compared == 0:
@@ -61,7 +64,7 @@ def calibrate(device: str | None = None) -> list[Finding]:
 
 def verdicts(findings: list[Finding]) -> ways.Found:
     """What `ways` keeps of them: a subject that was not compared is left to its guess."""
-    return {f.subject: f.way for f in findings if f.compared}
+    return {f.subject: f.way for f in findings if f.compared or f.error}
 
 
 def _sum(subject: str, device: str) -> Finding:
@@ -74,6 +77,8 @@ def _sum(subject: str, device: str) -> Finding:
                     continue
                 yield sums.expected(subject, args), got
 
+    if error := _error(subject, device):
+        return Finding(subject, None, 0, 0, error=error)
     orders = None
     if subject in PROBED:
         seen = [finder.matching_ways(subject, w, torch.bfloat16, device) for w in PROBE_WIDTHS]
@@ -81,6 +86,17 @@ def _sum(subject: str, device: str) -> Finding:
     if device != "cuda" and subject not in PROBED:
         return Finding(subject, None, 0, 0)
     return _best(subject, pairs, orders)
+
+
+def _error(subject: str, device: str) -> str | None:
+    """What PyTorch's own op raises, as it does from torch 2.13 on where a package that it takes
+    kernels from is installed in part."""
+    args = next(sums.arguments(subject, *sums.sizes(device)[0], device))
+    try:
+        sums.expected(subject, args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _functions(device: str) -> list[Finding]:
