@@ -82,6 +82,16 @@ def test_compare_refuses_rows_it_cannot_match(written):
     assert "twice; give one of them" in twice.output
 
 
+def test_compare_matches_rows_of_several_pytorches_each_with_its_own(written):
+    for run, ms in (("old", 80.0), ("new", 82.0)):
+        written("models", model_row("exact", ms), name=f"{run}/a.json", torch="2.11.0")
+        folder = written("models", model_row("exact", 70.0), name=f"{run}/b.json", torch="2.15.0")
+    said = json.loads(
+        invoke(folder.parents[1] / "old", folder.parent, "--threshold", "1", "--json").output
+    )
+    assert (said["rows"], said["worse"], said["lost"]) == (2, 1, 0)
+
+
 def test_compare_says_when_the_machine_changed(written):
     old = written("models", *MODELS, name="old.json")
     rows = [model_row("eager", 110.0), *MODELS[1:]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,12 +63,14 @@ def compare(old: Iterable[Results], new: Iterable[Results], threshold: float) ->
     """Compare `new` with `old`: worse by more than `threshold` percent, or gone, is a regression.
 
     Rows are matched by model, configuration, sizes and dtype, or by op, case, dtype and backend;
-    videos also by steps and guidance, kernels that ncu counted also by grid.
+    videos also by steps and guidance, kernels that ncu counted also by grid; all also by GPU or by
+    PyTorch where a run has several.
     """
     old, new = list(old), list(new)
-    gpus = [sorted({file.environment.device for file in files}) for files in (old, new)]
-    by_gpu = max(map(len, gpus)) > 1
-    before, after = _readings(old, by_gpu), _readings(new, by_gpu)
+    gpus = _named(_gpu, old, new)
+    torches = _named(_torch, old, new)
+    by = [name for name, found in ((_gpu, gpus), (_torch, torches)) if max(map(len, found)) > 1]
+    before, after = _readings(old, by), _readings(new, by)
     common = before.keys() & after.keys()
     if not common:
         raise Unreadable("OLD and NEW have no row in common; give two runs of the same benchmark")
@@ -101,13 +103,27 @@ def _notes(gpus: list[list[str]], changes: list[Change]) -> list[str]:
     return notes
 
 
-def _readings(files: list[Results], by_gpu: bool) -> dict[tuple[Any, ...], Reading]:
+def _gpu(file: Results) -> str:
+    return file.environment.device
+
+
+def _torch(file: Results) -> str:
+    return file.environment.torch or "unknown"
+
+
+def _named(name: Callable[[Results], str], *runs: list[Results]) -> list[list[str]]:
+    return [sorted({name(file) for file in files}) for files in runs]
+
+
+def _readings(
+    files: list[Results], by: Sequence[Callable[[Results], str]]
+) -> dict[tuple[Any, ...], Reading]:
     found: dict[tuple[Any, ...], Reading] = {}
     origin: dict[tuple[Any, ...], Results] = {}
     for file in files:
-        device = file.environment.device
+        where = tuple(name(file) for name in by)
         for row_key, reading in _rows(file):
-            key = (*row_key, device if by_gpu else None)
+            key = (*row_key, where)
             if key in found:
                 both = dict.fromkeys((str(origin[key].path), str(file.path)))
                 raise Unreadable(f"{' and '.join(both)}: {reading.name} twice; give one of them")
