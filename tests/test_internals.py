@@ -5,11 +5,13 @@ A name that a new version takes away or changes fails here, by itself and by its
 
 import copy
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernelwright import library_internals as libraries
@@ -60,6 +62,25 @@ def test_transforms():
     torch.func.grad(function)(torch.ones(2))
     assert seen == [True]
     assert not internals.in_functorch()
+
+
+def test_light_recording():
+    def function(x):
+        return (x * 2).t() + 1
+
+    def described(graph):
+        return [(n.meta["val"].shape, n.meta["val"].stride()) for n in graph.nodes if n.meta]
+
+    x = torch.ones(2, 3)
+    whole = make_fx(function)(x).graph
+    with internals.light_recording():
+        light = make_fx(function)(x).graph
+        with ThreadPoolExecutor() as pool:  # what others record is as it was
+            theirs = pool.submit(lambda: make_fx(function)(x).graph).result()
+    assert described(light) == described(whole) == described(theirs)
+    detailed = [[n for n in g.nodes if n.meta.get("tensor_meta")] for g in (light, theirs, whole)]
+    assert [len(found) for found in detailed] == [0, 4, 4]
+    assert [n for n in make_fx(function)(x).graph.nodes if n.meta.get("tensor_meta")]
 
 
 def test_forward_mode():

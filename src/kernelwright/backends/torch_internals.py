@@ -12,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree
@@ -102,13 +104,47 @@ _fake_mode: Callable[..., Any] = _named("torch._subclasses.FakeTensorMode")
 _lazily: Callable[..., Any] = _named("torch.fx._lazy_graph_module._use_lazy_graph_module")
 
 
+_describe: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor.extract_val")
+_detail: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor._extract_tensor_metadata")
+
+
 @contextmanager
-def one_fake_mode() -> Iterator[None]:
-    """make_fx keeps shape and strides of every result as a fake tensor, and makes a new mode for
-    each of them unless it finds one: a third of the time of recording a block. It also writes the
-    graph as Python code, which nobody runs here."""
-    with _tracing(_context(_fake_mode(allow_fallback_kernels=True))), _lazily(True):
+def light_recording() -> Iterator[None]:
+    """For what this thread records with make_fx meanwhile: shape and strides of every result are
+    kept as a fake tensor, which make_fx makes anew each time, in a mode of its own unless it finds
+    one, together with the same in another form that nobody reads here: two thirds of the time of
+    recording a block. It also writes the graph as Python code, which nobody runs here."""
+    thread, known = threading.get_ident(), dict[Any, Any]()
+
+    def describe(value: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = type(value) is Tensor and value.layout is torch.strided
+        if not plain or threading.get_ident() != thread:
+            return _describe(value, *args, **kwargs)
+        key = value.shape, value.stride(), value.dtype, value.device
+        if key not in known:
+            known[key] = _describe(value, *args, **kwargs)
+        return known[key]
+
+    def detail(*args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == thread else _detail(*args, **kwargs)
+
+    with (
+        _tracing(_context(_fake_mode(allow_fallback_kernels=True))),
+        _lazily(True),
+        _replaced(proxy_tensor, {_describe: describe, _detail: detail}),
+    ):
         yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, functions: dict[Any, Any]) -> Iterator[None]:
+    """Have functions of a module replaced for a while."""
+    names = {name: f for name, f in vars(module).items() if callable(f) and f in functions}
+    vars(module).update({name: functions[f] for name, f in names.items()})
+    try:
+        yield
+    finally:
+        vars(module).update(names)
 
 
 _to_functional: Callable[..., Any] = _named("torch._to_functional_tensor")

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..backends.torch_internals import functional, one_fake_mode, pytree
+from ..backends.torch_internals import functional, light_recording, pytree
 from ..ops import library
 from .recording import COLLECTIVES, CannotRecord, one_at_a_time, weights_of
 from .views import aten, packet
@@ -211,7 +211,7 @@ def record_joint(
 
 def _traced(run: Callable[..., list[Tensor]], tensors: Sequence[Tensor], mode: str) -> Any:
     # make_fx patches nn.Module for all threads, and is not made for two at a time
-    with one_at_a_time, torch.no_grad(), one_fake_mode():
+    with one_at_a_time, torch.no_grad(), light_recording():
         try:
             traced = make_fx(functional(run), tracing_mode=mode)(*tensors)
         except (CannotRecord, torch.OutOfMemoryError):

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from ..backends.torch_internals import any_autocast, one_fake_mode, pytree
+from ..backends.torch_internals import any_autocast, light_recording, pytree
 from ..ops import library
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
@@ -230,7 +230,7 @@ def record(
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
         _find_eps(tensors)
         try:
-            with torch.inference_mode(False), torch.no_grad(), one_fake_mode():
+            with torch.inference_mode(False), torch.no_grad(), light_recording():
                 parameters = {id(p) for p in twin.parameters()}
                 # not the parameters themselves: tracing leaves weak references to what it is given,
                 # and torch.utils.swap_tensors refuses tensors that have some
