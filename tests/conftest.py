@@ -22,6 +22,10 @@ if not torch.cuda.is_available():
     # PyTorch divides a product by its threads, so one of packed weights may have other bits with
     # two; and the workers of one run share the cores
     torch.set_num_threads(1)
+    # torch.manual_seed also seeds devices that may come later: it notes the stack for each of them,
+    # which takes a millisecond inside of a test
+    for accelerator in (torch.cuda, torch.xpu, torch.mtia):
+        accelerator.manual_seed_all = lambda seed: None
 
 
 def pytest_configure(config: pytest.Config) -> None:

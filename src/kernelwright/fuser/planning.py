@@ -94,6 +94,7 @@ class _Planner:
             if self.kinds.base[i] in self.kinds.computed
         }
         self.kept = {n.name for n in self.stored}
+        self.memory: frozenset[fx.Node] = frozenset()  # as of the last call of `_programs`
 
     def _stages(self) -> dict[fx.Node, int]:
         leaves = set(self.kinds.leaves)
@@ -212,6 +213,7 @@ class _Planner:
         return [group.nodes for group in groups]
 
     def _programs(self) -> list[Program]:
+        self.memory = frozenset(n for n in self.graph.nodes if self._in_memory(n))
         return [p for group in self._groups() for p in self._built(group)]
 
     def _built(self, group: list[fx.Node]) -> list[Program]:
@@ -235,8 +237,7 @@ class _Planner:
     def _program(self, group: list[fx.Node], box: _Box) -> Program:
         shape, space = shape_of(group[0]), Space()
         index = tuple(box.variable(space, f"d{i}", n) for i, n in enumerate(shape))
-        memory = {n for n in self.graph.nodes if self._in_memory(n)} - set(group)
-        builder = Builder(space, memory)
+        builder = Builder(space, self.memory.difference(group))
         stores = tuple(self._store(builder, n, index) for n in group)
         return Program(tuple(space.extents.items()), stores)
 
