@@ -195,6 +195,36 @@ def test_an_input_of_early_steps_may_be_read_later_as_well():
         assert torch.equal(execute(inputs, early)[0], module(*args))
 
 
+class _Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.square = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        y = torch.addmm(self.bias, x, self.weight.t())
+        y = y + torch.mm(x, self.weight.t()) + torch.mm(x, self.weight[:, :].t())
+        return y + torch.addmm(y, torch.mm(x, self.square.t().t()), self.weight.t())
+
+
+def test_products_take_no_view_of_a_weight_that_need_not_be_one(monkeypatch):
+    """On a GPU without graphs every view is time of the host."""
+    module, x = _Products(), torch.randn(5, 4)
+    check(module, x)
+    recorded, plan = planned(module, x)
+    execute, taken = running.Executable(plan), []
+    own = torch.Tensor.as_strided
+    monkeypatch.setattr(
+        torch.Tensor, "as_strided", lambda t, *args: taken.append(t.shape) or own(t, *args)
+    )
+    with torch.no_grad():
+        execute(recorded.inputs(module, (x,), {}))
+    # only where what is added is a matrix, which F.linear does not take
+    assert [shape for shape in taken if shape == (6, 4)] == [(6, 4)]
+    assert (4, 4) not in taken
+
+
 def split(x, y):
     a, b = (x * 2 + y).cumsum(-1).split([3, 5], 1)
     return (a * y[1, 2]).cumsum(-1), b[:, 1:].transpose(0, 1) + y[:1, 4, None]

@@ -20,10 +20,8 @@ from torch import Tensor, fx
 
 from ..ops.linear import linear_gelu
 from . import interpreter
+from .argument_views import layout, lies_in, view
 from .attention_by_lengths import Lengths, attend
-from .building import Builder
-from .expression import Load
-from .index import Affine, Space
 from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
 from .planning import Plan
 from .program import Program, Store
@@ -218,7 +216,7 @@ class Executable:
             place = self._place[base.name]
             if base is value:
                 return _value(place)
-            return _view(place, *_lies(value, base))
+            return view(place, *lies_in(value, base))
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
             readers, kind = [self._reader(v) for v in value], type(value)
             return lambda values: kind([read(values) for read in readers])
@@ -237,7 +235,7 @@ class Executable:
         lies as what it is a view of, such as a matrix transposed twice, needs no view."""
         if isinstance(value, fx.Node):
             base = self._base(value)
-            same = base is value or _lies(value, base) == (*_layout(base), 0)
+            same = base is value or lies_in(value, base) == (*layout(base), 0)
             return self._place[base.name] if same else None
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
             return None
@@ -296,8 +294,8 @@ class Executable:
             return None
         *bias, x, transposed = node.args
         matrix = self._base(transposed)
-        shape, strides = _layout(matrix)
-        if len(shape) != 2 or _lies(transposed, matrix) != (shape[::-1], strides[::-1], 0):
+        shape, strides = layout(matrix)
+        if len(shape) != 2 or lies_in(transposed, matrix) != (shape[::-1], strides[::-1], 0):
             return None
         if any(b.meta["val"].ndim != 1 for b in bias):
             return None
@@ -356,36 +354,6 @@ class Executable:
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:
     """The outputs of a planned graph, once."""
     return Executable(plan, programs)(inputs)
-
-
-def _layout(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    value = node.meta["val"]
-    return tuple(value.shape), tuple(value.stride())
-
-
-def _lies(node: fx.Node, base: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Sizes and strides of a view when the graph was recorded, and where in its base it begins."""
-    size, strides = _layout(node)
-    # the graph has sizes and strides of a view, but not where it begins
-    first = Builder(Space(), {base}).at(node, (Affine(),) * len(size))
-    assert isinstance(first, Load)
-    _, steps = _layout(base)
-    offset = sum(i.constant * s for i, s in zip(first.index, steps, strict=True))
-    return size, strides, offset
-
-
-def _view(
-    place: int, size: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> Callable[[Values], Tensor]:
-    """A view of a value."""
-    if offset == 0:
-        return lambda values: values[place].as_strided(size, strides)
-
-    def view(values: Values) -> Tensor:
-        whole = values[place]
-        return whole.as_strided(size, strides, whole.storage_offset() + offset)
-
-    return view
 
 
 def _lengths_name(attention: fx.Node) -> str:
