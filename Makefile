@@ -94,7 +94,7 @@ endif
 # the cpu build if its index answers; else that of PyPI, with its own triton and cuda wheels
 $(OTHER)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
-	grep -Ev '^(torch==|triton|cuda-|nvidia-)' constraints.txt > $(OTHER)/constraints.txt
+	grep -Ev '^(torch==|triton|cuda-|nvidia-|setuptools)' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt "torch==$(TORCH)+cpu" \
 	|| $(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt --extra-index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu" \
 	|| $(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt "torch==$(TORCH)"
