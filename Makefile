@@ -91,14 +91,15 @@ endif
 	$(BIN)/pip install -q -c .venv/constraints.txt -e '.[cuda,models,video,dev]'
 	touch $@
 
-# the cpu build if its index answers; else that of PyPI, with its own triton and cuda wheels
+# the cpu build if its index answers; else that of PyPI, with its own triton and cuda wheels. The
+# interpreter of older tritons makes numbers of arrays, which NumPy 2.4 refuses
 $(OTHER)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
-	grep -Ev '^(torch==|triton|cuda-|nvidia-|setuptools)' constraints.txt > $(OTHER)/constraints.txt
+	grep -Ev '^(torch==|triton|cuda-|nvidia-|setuptools|numpy==)' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt "torch==$(TORCH)+cpu" \
 	|| $(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt --extra-index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu" \
 	|| $(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt "torch==$(TORCH)"
-	echo "torch==$(TORCH)" >> $(OTHER)/constraints.txt
+	printf 'torch==$(TORCH)\nnumpy<2.4\n' >> $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt -e '.[cuda,models,video,dev]'
 	touch $@
 
