@@ -1,11 +1,14 @@
 """`kernelwright bench generate`: tokens a second of runs whose logits were compared."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
-from kernelwright.bench import generation
+from kernelwright.bench import generation, training_setup
 from kernelwright.cli import app
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "0.01"]
@@ -42,6 +45,45 @@ def test_other_logits_have_no_time(monkeypatch):
     (row,) = json.loads(result.stdout)
     assert row["failed"] == "exact: not the bits of eager with a dynamic cache"
     assert "ms" not in row
+
+
+def test_a_peer_that_cannot_run_here_is_said_to_and_is_no_failure():
+    result = invoke("llama-3-8b", *TINY, *SHORT, "--config", "eager,liger")
+    assert result.exit_code == 0, result.output
+    assert "Liger" in result.output
+    assert invoke("llama-3-8b", *TINY, *SHORT, "--config", "liger").exit_code == 1
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Model(nn.Module):
+    config = SimpleNamespace(model_type="made_up")
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm()
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=torch.device("cuda"))])
+
+
+def test_liger_is_taken_off_again(monkeypatch):
+    def apply(model):
+        model.norm.forward = model.norm.eps = abs
+        Norm.__name__, Norm.forward = "LigerNorm", abs
+
+    known = SimpleNamespace(apply_liger_kernel_to_made_up=apply)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", known)
+    monkeypatch.setattr(training_setup, "find_spec", lambda name: True)
+    model, own = Model(), Norm.forward
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    with training_setup.liger(model):
+        assert model.norm.forward is abs
+    assert (Norm.__name__, Norm.forward) == ("Norm", own)
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
 
 
 def test_a_model_that_does_not_generate_is_named():

@@ -1,4 +1,4 @@
-"""Times `generate` of language models: eager, injected, as graphs, compiled by transformers.
+"""Times `generate` of language models: eager, injected, as graphs, compiled, with Liger.
 
 A cache of fixed size ("static") and one that grows ("dynamic", transformers' default) use other
 attention kernels, so they differ in bits. Each configuration is compared with the un-injected run
@@ -20,12 +20,13 @@ from rich.progress import Progress
 
 from .. import models, place
 from ..close_names import suggestion
-from ..errors import BadSetting
+from ..errors import BadSetting, CannotRun
 from ..measure import results
 from ..measure.configs import configured, tier_of
 from ..measure.results import environment_of
 from ..measure.timing import wait
 from .models import Wrong, _fresh, _memory, _reason
+from .training_setup import liger
 
 DYNAMIC, STATIC = "dynamic", "static"
 # for each configuration the one for `configured`, its cache, and whether transformers compiles it
@@ -33,6 +34,7 @@ CONFIGS: Mapping[str, tuple[str, str, bool]] = {
     "eager": ("eager", DYNAMIC, False),
     "eager+static": ("eager", STATIC, False),
     "compile": ("eager", STATIC, True),
+    "liger": ("eager", DYNAMIC, False),
     "exact": ("exact", DYNAMIC, False),
     "exact+graphs": ("exact+graphs", STATIC, False),
     "fused": ("fused", DYNAMIC, False),
@@ -98,6 +100,8 @@ def measure(
             }
             try:
                 row |= _measure(generation, config, expected, seconds)
+            except CannotRun as no:
+                row |= {"failed": str(no), "unavailable": True}
             except Exception as error:
                 row["failed"] = str(error) if isinstance(error, Wrong) else _reason(error)
             yield row
@@ -115,6 +119,8 @@ def _measure(
     _fresh()
     with ExitStack() as stack:
         begin = time.perf_counter()
+        if config == "liger":
+            stack.enter_context(liger(generation.model))
         _, report = configured(generation.model, name, stack)
         generation(cache, compiles, 1)
         wait()

@@ -97,7 +97,8 @@ def deterministic() -> Iterator[None]:
 @contextmanager
 def liger(model: Any) -> Iterator[None]:
     """The model with Liger's kernels, as its own function for this kind of model sets them. It
-    also changes functions of the model's file, which are put back."""
+    also changes functions and classes of the model's file, which are put back, as the modules
+    are."""
     if find_spec("liger_kernel") is None:
         raise CannotRun("Liger is not installed: pip install liger-kernel")
     device = next(model.parameters()).device
@@ -114,6 +115,8 @@ def liger(model: Any) -> Iterator[None]:
         c for c in names.values() if isinstance(c, type) and c.__module__ == file.__name__
     ]
     forwards = [(c, c.__dict__["forward"]) for c in classes if "forward" in c.__dict__]
+    called = [(c, c.__name__) for c in classes]
+    modules = [(m, dict(vars(m))) for m in model.modules()]
     try:
         apply(model=model)
         yield
@@ -121,3 +124,8 @@ def liger(model: Any) -> Iterator[None]:
         vars(file).update(names)
         for owner, forward in forwards:
             owner.forward = forward
+        for owner, name in called:
+            owner.__name__ = name
+        for module, attributes in modules:
+            vars(module).clear()
+            vars(module).update(attributes)
