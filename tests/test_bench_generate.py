@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from kernelwright.bench import generation, training_setup
+from kernelwright.bench import generation, liger_kernels
 from kernelwright.cli import app
 
 TINY = ["--tiny", "--device", "cpu", "--dtype", "float32", "--seconds", "0.01"]
@@ -77,10 +77,10 @@ def test_liger_is_taken_off_again(monkeypatch):
 
     known = SimpleNamespace(apply_liger_kernel_to_made_up=apply)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", known)
-    monkeypatch.setattr(training_setup, "find_spec", lambda name: True)
+    monkeypatch.setattr(liger_kernels, "find_spec", lambda name: True)
     model, own = Model(), Norm.forward
     before = {name: dict(vars(m)) for name, m in model.named_modules()}
-    with training_setup.liger(model):
+    with liger_kernels.liger(model):
         assert model.norm.forward is abs
     assert (Norm.__name__, Norm.forward) == ("Norm", own)
     assert {name: dict(vars(m)) for name, m in model.named_modules()} == before

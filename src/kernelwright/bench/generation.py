@@ -25,8 +25,8 @@ from ..measure import results
 from ..measure.configs import configured, tier_of
 from ..measure.results import environment_of
 from ..measure.timing import wait
+from .liger_kernels import liger
 from .models import Wrong, _fresh, _memory, _reason
-from .training_setup import liger
 
 DYNAMIC, STATIC = "dynamic", "static"
 # for each configuration the one for `configured`, its cache, and whether transformers compiles it

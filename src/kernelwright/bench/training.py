@@ -31,6 +31,7 @@ from ..measure import configs, results
 from ..measure.results import environment_of
 from ..measure.timing import milliseconds, wait
 from ..models.catalog import preset as preset_named
+from .liger_kernels import liger
 from .models import Unavailable, Wrong, _fresh, _memory, _reason, _sizes
 from .training_setup import (
     ATTENTION,
@@ -38,7 +39,6 @@ from .training_setup import (
     attention,
     checkpoint,
     deterministic,
-    liger,
     repeatable,
 )
 
