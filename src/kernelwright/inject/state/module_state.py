@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from itertools import chain, compress
-from operator import attrgetter, getitem, is_, itemgetter
+from operator import attrgetter, getitem, itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import ref
@@ -58,6 +58,7 @@ class State:
         self._hook_ids = list(map(tuple, self._hooked))
         self._branches = [d for d in children if d]
         self._children = _values(self._branches)
+        self._child_ids = list(map(id, self._children))
         self._weights = _Weights([d for d in weights if d])
         self._root = _Attributes(vars(root))
         self._names = [vars(m) for m in inner]
@@ -86,7 +87,7 @@ class State:
                 and list(map(tuple, self._hooked)) == self._hook_ids
                 and list(map(len, self._names)) == self._sizes
                 and [get(names) for names, get in self._plain] == self._plain_values
-                and _same(_values(self._branches), self._children)
+                and list(map(id, _values(self._branches))) == self._child_ids
                 and list(map(type, self._inner)) == self._types
                 and self._weights.hold()
                 and self._root.hold(vars(root))
@@ -170,6 +171,11 @@ class _Other:
         except TypeError:  # lists, dicts and objects with slots
             self.held = lambda: value
 
+    @property
+    def copy(self) -> Any:
+        """A copy of a container of plain values, else None."""
+        return None if self.contents is None else self.contents.copy
+
 
 def _are_in(rows: Iterable[tuple[dict[str, Any], str, _Other]]) -> bool:
     """Whether each of these values is in its dict still, under its name."""
@@ -184,6 +190,10 @@ def _are_in(rows: Iterable[tuple[dict[str, Any], str, _Other]]) -> bool:
     return True
 
 
+def _contents_hold(rows: Iterable[tuple[dict[str, Any], str, _Other]]) -> bool:
+    return all(v.contents is None or v.contents.hold(names[name]) for names, name, v in rows)
+
+
 class _Others:
     """Values of many modules that are not plain. Their identities are compared in one go: an id
     stands for its object as long as that lives, and a weak reference reports when it does not."""
@@ -196,18 +206,29 @@ class _Others:
         self._ids = list(map(id, found))
         self._gone: list[Any] = []
         self._watched = [_watched(v, self._gone.append) for v in found]
-        self._containers = [
-            (names, name, value.contents)
-            for names, name, value in self.rows
-            if value.contents is not None
-        ]
+        self._containers = [row for row in self.rows if row[2].contents is not None]
+        copied = [row for row in self._containers if row[2].copy is not None]
+        self._copied = [names for names, _, _ in copied], [name for _, name, _ in copied]
+        self._copies = [value.copy for _, _, value in copied]
+        # equal dicts may have their keys in another order, if they have more than one
+        self._many = [i for i, v in enumerate(self._copies) if isinstance(v, dict) and len(v) > 1]
+        self._orders = [list(self._copies[i]) for i in self._many]
+        self._mixed = [row for row in self._containers if row[2].copy is None]
 
     def hold(self) -> bool:
         return (
             not self._gone
             and list(map(id, map(getitem, self._dicts, self._keys))) == self._ids
-            and all(contents.hold(names[name]) for names, name, contents in self._containers)
+            and self._contents_hold()
         )
+
+    def _contents_hold(self) -> bool:
+        """Whether the containers, which are the same objects, have the same plain values. Those of
+        which all are plain are compared in one go first: a layer of peft has a dozen dicts."""
+        now = list(map(getitem, *self._copied))
+        if now == self._copies and [list(now[i]) for i in self._many] == self._orders:
+            return _contents_hold(self._mixed)
+        return _contents_hold(self._containers)
 
 
 def _watched(value: Any, gone: Callable[[Any], None]) -> ref[Any] | None:
@@ -270,20 +291,19 @@ class _Contents:
 
     def __init__(self, container: Any) -> None:
         self._plain = _plain_items(container)
-        # if all are plain, they are compared in one go first; others must not be kept alive. A
-        # layer of peft has a dozen dicts
+        # if all are plain, they are compared in one go first; others must not be kept alive
         base = next(b for b in (*CONTAINERS, tuple) if isinstance(container, b))
-        self._copy = base(container) if len(self._plain) == len(container) else None
+        self.copy = base(container) if len(self._plain) == len(container) else None
         self._keys = list(container) if base is dict else None
         # else by identity first: of the same objects, those that are plain have the same values.
         # Others, whose ids may come again, do not count
-        self._ids = None if self._copy is not None else _ids(container)
+        self._ids = None if self.copy is not None else _ids(container)
 
     def hold(self, container: Any) -> bool:
         if self._ids is not None:
             if _ids(container) == self._ids:
                 return True
-        elif container == self._copy and (self._keys is None or list(container) == self._keys):
+        elif container == self.copy and (self._keys is None or list(container) == self._keys):
             return True
         return _plain_items(container) == self._plain
 
@@ -295,10 +315,6 @@ def _ids(container: Any) -> list[int]:
 
 def _values(dicts: Iterable[dict]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
-
-
-def _same(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def is_plain_value(value: Any) -> bool:

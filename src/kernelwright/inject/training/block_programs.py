@@ -246,13 +246,11 @@ class _Node(torch.autograd.Function):
         replayed = None if bound.graphs is None else bound.graphs.forward(bound, inputs)
         if replayed is None:
             results, kept = bound.run_forward(inputs)
-            ctx.use, ctx.given = None, len(inputs)
-            ctx.save_for_backward(*inputs, *kept)
+            ctx.use, ctx.given = None, len(inputs) - bound.weights
+            ctx.save_for_backward(*inputs[bound.weights :], *kept)
         else:
-            results, ctx.use = replayed
-            # the graph has all others; these are saved so that writing to one is noticed
-            ctx.save_for_backward(*inputs[: bound.weights])
-        ctx.bound = bound
+            results, ctx.use = replayed  # the graph has what its backward needs
+        ctx.bound, ctx.weights = bound, _Weights(inputs[: bound.weights])
         ctx.set_materialize_grads(False)
         fixed = [
             t
@@ -272,16 +270,38 @@ class _Node(torch.autograd.Function):
                 f"inject(..., skip={bound.programs.kind!r})"
             )
         saved = ctx.saved_tensors
+        weights = ctx.weights.unchanged(bound.programs.kind)
         whole: list[Tensor | None] = [None] * bound.programs.joint.results
         for i, gradient in zip(bound.programs.parted.results, gradients, strict=True):
             whole[i] = gradient
         if ctx.use is None:
-            inputs, kept = saved[: ctx.given], saved[ctx.given :]
+            inputs, kept = [*weights, *saved[: ctx.given]], saved[ctx.given :]
             return (None, None, *_contributions(bound, inputs, kept, whole))
-        found = _from_graph(bound, ctx.use, saved, whole)
+        found = _from_graph(bound, ctx.use, weights, whole)
         if not keeps_graph():
             ctx.use.done = True
         return (None, None, *found)
+
+
+class _Weights:
+    """The weights of a forward, for its backward. Autograd would save them through its hooks, those
+    of gradient checkpointing for example, which take the host longer than the block's kernels."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._versions = [t._version for t in tensors]
+
+    def unchanged(self, kind: str) -> Sequence[Tensor]:
+        """The weights; raises as autograd does if one was written to since."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a weight {list(tensor.shape)} of {kind}, needed for its gradients, has been "
+                    f"modified by an inplace operation after the forward"
+                )
+        return self._tensors
 
 
 def _contributions(

@@ -95,7 +95,7 @@ class Training:
 
     def __call__(self, module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
         """The result of a call of which autograd keeps a record."""
-        if why := self._why_not_now(module, args, kwargs):
+        if why := self._why_not_now(module):
             self.findings.gradients[type(module).__name__, why] = 1
             if why != NO_BACKWARD:
                 self._without_graph(why)
@@ -107,8 +107,9 @@ class Training:
             return run_eager(module, eager, args, kwargs)
         seen = self._seen(module, args, kwargs)
         found = seen.bound.get(seen.layouts)
-        if found is None and (capturing() or reading()):
-            return run_eager(module, eager, args, kwargs)  # a comparison is no part of a graph
+        if found is None and (capturing() or reading() or on_meta(args, kwargs)):
+            # a comparison is no part of a graph, and meta tensors have no values to compare
+            return run_eager(module, eager, args, kwargs)
         if found is None:
             found = seen.bound[seen.layouts] = self._bind(module, args, kwargs, seen)
             self.findings.gradients[type(module).__name__, str(found)] += 1
@@ -129,13 +130,13 @@ class Training:
         if self.graphs is not None:
             self.graphs.refuse(why)
 
-    def _why_not_now(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    def _why_not_now(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.kinds):
             return NO_BACKWARD
         if any_autocast():
             return f"{EAGER}: autocast"
-        if on_meta(args, kwargs) or dispatch_modes():
-            return f"{EAGER}: no values, or something that sees every operation"
+        if dispatch_modes():
+            return f"{EAGER}: something sees every operation"
         return None
 
     def _seen(self, module: nn.Module, args: Any, kwargs: Any) -> _Seen:
