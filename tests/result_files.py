@@ -34,7 +34,7 @@ MODELS = (model_row("eager"), model_row("exact", 80.0), model_row("compile", 90.
 def training_row(config, ms=200.0, **more):
     row = WORKLOAD | {"lora": 64, "checkpointing": False, "attention": "default", "config": config}
     same = 448 if config in ("eager", "exact") else 0
-    row |= {"ms": ms, "first_s": 1.0, "peak_gib": 9.0, "error": 0.01, "gradients": 448}
+    row |= {"ms": ms, "first_s": 1.0, "reserved_gib": 9.0, "error": 0.01, "gradients": 448}
     row |= {"gradients_equal": same, "gradients_repeated": 448, "losses": 20}
     return row | {"losses_equal": 20 if same else 1, "losses_repeated": 20} | more
 

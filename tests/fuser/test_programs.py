@@ -225,6 +225,56 @@ def test_products_take_no_view_of_a_weight_that_need_not_be_one(monkeypatch):
     assert (4, 4) not in taken
 
 
+def _rows(x, weight):
+    """What a program makes is read as rows by two products, and returned as it is."""
+    y = x * 2 + 1
+    rows = y.view(-1, y.shape[-1])
+    return y, torch.mm(rows, weight), torch.mm(rows, weight + 1), rows[:3].cumsum(0)
+
+
+def _transposed(x, weight):
+    """Read by one product only, as a matrix that is transposed."""
+    return (torch.mm((x[0] * 2).t(), weight[: x.shape[1]]),)
+
+
+@pytest.mark.parametrize("function", [_rows, _transposed])
+def test_results_of_programs_may_be_stored_as_they_are_read(function, monkeypatch):
+    args = torch.randn(2, 5, 8), torch.randn(8, 6)
+    module = Small(function)
+    recorded, plan = planned(module, *args)
+    own, views = torch.Tensor.as_strided, {}
+    taken: list[torch.Tensor] = []
+
+    def launcher(program, places):
+        """As a kernel would: by addresses, whatever the shape of what lies there."""
+        shapes = {s.target: (s.shape, s.strides) for s in program.stores}
+        shapes |= {n: (plan.values[n].shape, plan.values[n].stride()) for n in program.loads}
+
+        def launch(values):
+            lie = {name: own(values[places[name]], *shape) for name, shape in shapes.items()}
+            stored = {s.target: lie[s.target] for s in program.stores}
+            with monkeypatch.context() as uncounted:
+                uncounted.setattr(torch.Tensor, "as_strided", own)
+                interpreter.run(program, {name: lie[name] for name in program.loads}, stored)
+            return True
+
+        return launch
+
+    for as_read in (False, True):
+        taken.clear()
+        execute = running.Executable(plan, launchers=launcher, as_read=as_read)
+        with monkeypatch.context() as counted:
+            counted.setattr(
+                torch.Tensor, "as_strided", lambda t, *given: taken.append(t) or own(t, *given)
+            )
+            outputs = execute(recorded.inputs(module, args, {}))
+        views[as_read] = len(taken)
+        got, want = recorded.result(outputs), function(*args)
+        assert all(map(torch.equal, got, want))
+        assert [t.stride() for t in got] == [t.stride() for t in want]
+    assert views[True] < views[False]
+
+
 def split(x, y):
     a, b = (x * 2 + y).cumsum(-1).split([3, 5], 1)
     return (a * y[1, 2]).cumsum(-1), b[:, 1:].transpose(0, 1) + y[:1, 4, None]

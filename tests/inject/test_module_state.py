@@ -41,6 +41,7 @@ def test_another_object_at_the_address_of_the_last_is_another(root):
         ([1, Thing(), 3], lambda d: d.__setitem__(2, 4)),
         ([1, Thing(), 3], lambda d: d.pop()),
         ({1, 2}, lambda d: d.add(3)),
+        ({"first": 1, "second": 2}, lambda d: d.update(first=d.pop("first"))),
     ],
 )
 def test_a_plain_value_in_a_container_counts(root, values, change):

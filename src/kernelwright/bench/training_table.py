@@ -24,7 +24,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             style = "yellow" if row.get("unavailable") else "red"
             shown.add_row(row["model"], row["config"], "–", style=style)
             continue
-        base, memory, error = eager.get(row["model"]), row.get("peak_gib"), row["error"]
+        base, memory, error = eager.get(row["model"]), row.get("reserved_gib"), row["error"]
         shown.add_row(
             row["model"],
             row["config"],

@@ -8,6 +8,7 @@ arguments of an op, and a kernel is launched with addresses alone, without names
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor, fx
 
 from ..ops.linear import linear_gelu
 from . import interpreter
-from .argument_views import layout, lies_in, view
+from .argument_views import Layout, layout, layouts_as_read, lies_in, view
 from .attention_by_lengths import Lengths, attend
 from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
 from .planning import Plan
@@ -105,6 +106,10 @@ class Executable:
     `early_results` names what they make. Others may be
     made of a prompt alone (`prompts`). With `lengths_of` what an early mask says is asked early as
     well, and attention runs by lengths where that is all; `lengths` are the last answers.
+
+    With `as_read` programs store their results in the shape in which most of PyTorch's ops read
+    them, rows of a matrix for example: then these need no view. Nothing else may be given the
+    results of its early steps or prompts.
     """
 
     def __init__(
@@ -115,12 +120,15 @@ class Executable:
         lengths_of: LengthsOf | None = None,
         launchers: Launchers = lambda program, places: None,
         attention: Callable[..., Any] | None = None,
+        as_read: bool = False,
     ) -> None:
         self._plan, self._programs, self._products = plan, programs, products
         self._lengths_of, self._launchers = lengths_of, launchers
         self._attention = attention
         self.lengths: dict[str, Lengths | str | None] = {}
         self._place: dict[Any, int] = {}
+        self._nodes = {n.name: n for n in plan.graph.nodes}
+        self._stored = layouts_as_read(plan) if as_read else {}
         self._start: Values = []
         inputs = plan.graph.find_nodes(op="placeholder")
         for node in inputs:
@@ -136,7 +144,7 @@ class Executable:
                 steps.append(self._lengths_step(step))
             steps.append(self._leaf(step))
         (output,) = plan.graph.find_nodes(op="output")
-        self._outputs = [self._reader(o) for o in output.args[0]]
+        self._outputs = self._output_readers(output.args[0])
         needed: set[int] = set()
         for o in output.args[0]:
             needed |= self._places(o)
@@ -209,12 +217,27 @@ class Executable:
             node = node.all_input_nodes[0]
         return node
 
+    def _output_readers(self, outputs: Sequence[Any]) -> list[Callable[[Values], Any]]:
+        """What finds the outputs. A view of an input or of what another output is in, too, stays a
+        view, even if it lies just so."""
+        nodes = [o for o in outputs if isinstance(o, fx.Node)]
+        bases = Counter(self._base(o) for o in nodes)
+
+        def reader(o: Any) -> Callable[[Values], Any]:
+            if not isinstance(o, fx.Node) or (base := self._base(o)) is o:
+                return self._reader(o)
+            if base.op != "placeholder" and bases[base] == 1:
+                return self._reader(o)
+            return view(self._place[base.name], *lies_in(o, base))
+
+        return list(map(reader, outputs))
+
     def _reader(self, value: Any) -> Callable[[Values], Any]:
         """What finds an argument among the values."""
         if isinstance(value, fx.Node):
             base = self._base(value)
             place = self._place[base.name]
-            if base is value:
+            if self._lies_as_wanted(value, base):
                 return _value(place)
             return view(place, *lies_in(value, base))
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
@@ -231,17 +254,23 @@ class Executable:
         return itemgetter(*places)
 
     def _place_of(self, value: Any) -> int | None:
-        """The place of a value or of a constant; None for views and lists of values. A view that
-        lies as what it is a view of, such as a matrix transposed twice, needs no view."""
+        """The place of a value or of a constant; None for views and lists of values."""
         if isinstance(value, fx.Node):
             base = self._base(value)
-            same = base is value or lies_in(value, base) == (*layout(base), 0)
-            return self._place[base.name] if same else None
+            return self._place[base.name] if self._lies_as_wanted(value, base) else None
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
             return None
         place = self._new(object())  # a name that nothing else has
         self._start[place] = value
         return place
+
+    def _lies_as_wanted(self, value: fx.Node, base: fx.Node) -> bool:
+        """Whether a value is what lies at the place of its base: a matrix that is transposed twice
+        needs no view, nor does one that was allocated as its readers want it."""
+        stored = self._stored.get(base.name)
+        if base is value:
+            return stored is None
+        return lies_in(value, base) == (*(stored or layout(base)), 0)
 
     def _places(self, value: Any) -> set[int]:
         found: set[int] = set()
@@ -324,18 +353,22 @@ class Executable:
         return Step(run, self._places(mask), {place}, only_early=True)
 
     def _program(self, program: Program) -> Step:
-        nodes = {n.name: n for n in self._plan.graph.nodes}
-        # a copy in another layout is no node of the graph
-        loads = {
-            name: self._reader(nodes[name]) if name in nodes else _value(self._place[name])
-            for name in program.loads
-        }
+        nodes = self._nodes
+
+        def reader(name: str) -> Callable[[Values], Any]:
+            # a copy in another layout is no node of the graph
+            return self._reader(nodes[name]) if name in nodes else _value(self._place[name])
+
+        loads = {name: reader(name) for name in program.loads}
         reads = self._places([nodes[name] for name in program.loads if name in nodes])
         reads |= {self._place[name] for name in program.loads if name not in nodes}
         fresh = [s for s in program.stores if s.target not in self._place]
         places = {s.target: self._new(s.target) for s in program.stores}
+        stores = {name: reader(name) for name in places}
         runs, device = self._programs, next(iter(nodes.values())).meta["val"].device
-        allocations = [(places[s.target], _allocation(s)) for s in fresh]
+        allocations = [
+            (places[s.target], _allocation(s, self._stored.get(s.target))) for s in fresh
+        ]
         first = min(reads, default=None)
         viewed = any(name not in self._place for name in program.loads)
         launch = None if viewed else self._launchers(program, self._place)
@@ -346,7 +379,7 @@ class Executable:
                 values[place] = allocate(device=on)
             if launch is None or not launch(values):
                 given = {name: read(values) for name, read in loads.items()}
-                runs(program, given, {name: values[place] for name, place in places.items()})
+                runs(program, given, {name: read(values) for name, read in stores.items()})
 
         return Step(run, reads, set(places.values()))
 
@@ -379,8 +412,9 @@ def _shaped(step: Callable[[Values], None], place: int, shape: Any) -> Callable[
     return run
 
 
-def _allocation(store: Store) -> Callable[..., Tensor]:
-    return partial(torch.empty_strided, store.shape, store.strides, dtype=store.dtype)
+def _allocation(store: Store, layout: Layout | None) -> Callable[..., Tensor]:
+    shape, strides = layout or (store.shape, store.strides)
+    return partial(torch.empty_strided, shape, strides, dtype=store.dtype)
 
 
 # what to do, and the places of the values that nothing uses after it

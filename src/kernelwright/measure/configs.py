@@ -125,6 +125,7 @@ def _compiled(
     elif "autotune" in parts:  # without its own graphs, which copy every input of every block
         how["mode"] = "max-autotune-no-cudagraphs"
     torch.compiler.reset()
+    stack.callback(torch.compiler.reset)  # it would keep the model and its graphs in memory
     repeated = repeated_blocks(model)
     blocks = [m for m in model.modules() if type(m).__name__ in repeated]
     if not blocks:

@@ -137,7 +137,7 @@ def _rows(file: Results) -> Iterator[tuple[tuple[Any, ...], Reading]]:
         name = f"{m.workload.title} {m.config}"
         yield m.key, Reading(name, figures, equal=m.equal, missing=m.failed)
     for t in file.training:
-        figures = _known({"ms": t.ms, "GiB": t.peak_gib})
+        figures = _known({"ms": t.ms, "GiB": t.gib})
         name = f"training {t.title} {t.config}"
         yield t.key, Reading(name, figures, equal=t.equal, missing=t.failed)
     for g in file.generation:

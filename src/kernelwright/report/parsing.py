@@ -84,7 +84,7 @@ def _training(row: Values, head: Values) -> TrainingRow:
         unavailable=bool(row.values.get("unavailable")),
         error=row.maybe("error"),
         first_s=row.maybe("first_s"),
-        peak_gib=row.maybe("peak_gib"),
+        gib=row.maybe("reserved_gib"),
         problems=_problems(row),
         **{name: 0 if failed else row.count(name) for name in counts},
     )

@@ -123,7 +123,7 @@ class TrainingRow:
     losses_equal: int
     error: float | None
     first_s: float | None
-    peak_gib: float | None
+    gib: float | None  # that PyTorch held at most, with the pools of graphs
     problems: tuple[str, ...]
 
     @property

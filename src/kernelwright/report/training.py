@@ -47,7 +47,7 @@ def figures(model: Training, row: TrainingRow) -> list[str]:
         row.config,
         number(row.ms, ".1f"),
         f"{gain:.2f}×" if gain else NONE,
-        number(row.peak_gib, ".1f"),
+        number(row.gib, ".1f"),
         f"{row.gradients_equal} of {row.gradients}" if not row.failed else NONE,
         f"{row.losses_equal} of {row.losses}" if not row.failed else NONE,
         number(row.error, ".2e"),

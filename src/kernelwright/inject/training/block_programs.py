@@ -55,7 +55,7 @@ class Half:
         launched = {} if device is None else kernels.launched(programs, values, device)
         self.sites = ProgramSites(name, programs, launched, fell_back)
         self.programs = len(programs)
-        self.run = Executable(self.plan, self.sites, launchers=self.sites.launcher)
+        self.run = Executable(self.plan, self.sites, launchers=self.sites.launcher, as_read=True)
 
     def with_results(self, known: dict[str, Any]) -> Executable:
         """The same, with these results instead of calling the ops of these names."""
@@ -71,7 +71,7 @@ class _Told(Executable):
 
     def __init__(self, plan: Plan, sites: ProgramSites, known: dict[str, Any]) -> None:
         self._known = known
-        super().__init__(plan, sites, launchers=sites.launcher)
+        super().__init__(plan, sites, launchers=sites.launcher, as_read=True)
 
     def _leaf(self, node: fx.Node) -> Any:
         step = super()._leaf(node)
