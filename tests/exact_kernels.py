@@ -7,6 +7,7 @@ import torch
 from numerics import as_tuple, run
 
 from kernelwright.backends import HOPPER, Unsupported
+from kernelwright.ops import ways
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import Op, registry
 from kernelwright.ops.plan import Call, _gaps
@@ -37,12 +38,18 @@ WIDTHS = {
 # at::mean loads float32 rows one element at a time, these kernels two
 IN_FLOAT32 = {("qk_norm_rope", "transformers"): ("wan", "flux")}
 
+# QuACK's kernel of F.rms_norm sums vectors of eight 16-bit elements; half of such a row, which a
+# rotation pairs with the other half, is no multiple of eight
+WITH_QUACK = {("qk_norm_rope", "diffusers"): ("width 72",)}
+
 
 def has_kernel(op, case, chain, dtype):
     """Whether an exact call of the case must run a kernel, according to the tables above."""
     without = WIDTHS.get((op.name, chain), ())
     if dtype == torch.float32:
         without += IN_FLOAT32.get((op.name, chain), ())
+    elif ways.way("F.rms_norm") == ways.QUACK:
+        without += WITH_QUACK.get((op.name, chain), ())
     return case.name not in without
 
 

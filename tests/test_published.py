@@ -119,19 +119,21 @@ def test_what_was_seen_of_each_pytorch_has_a_line(tmp_path):
     folder = tmp_path / "results" / "h200"
     write_results(folder, "exact", exact_row(elements=3_000_000), exact_row(elements=1_000_000))
     write_results(folder / "models", "models", model_row("exact", 80.0), model_row("compile"))
-    row = {"compared": 2_000_000, "differing": 0, "packages": ["nvidia-cutlass-dsl 4.8.0"]}
+    row = {"compared": 2_000_000, "differing": 0}
+    with_quack = {"torch": "2.15.0", "packages": ["nvidia-cutlass-dsl 4.8.0"]}
     calibrated = [
         row | {"subject": "F.rms_norm", "way": "QuACK"},
         row | {"subject": "silu", "way": "ATen"},
         row | {"subject": "exp", "way": None, "differing": 7},
     ]
-    write_results(folder, "calibration", *calibrated, torch="2.15.0")
+    write_results(folder, "calibration", *calibrated, **with_quack)
+    write_results(folder / "2.15", "models", model_row("exact", 80.0), **with_quack)
     path = readme(tmp_path, "pytorch")
     readme_tables.update(path, tmp_path / "results")
     text = path.read_text()
     assert "| 2.11.0 | NVIDIA H200 | 4 million | 0 | 1 of 1 | – | – |" in text
     newer = "2.15.0 with nvidia-cutlass-dsl 4.8.0"
-    assert f"| {newer} | NVIDIA H200 | 4 million | 0 | – | F.rms_norm: QuACK | exp |" in text
+    assert f"| {newer} | NVIDIA H200 | 4 million | 0 | 1 of 1 | F.rms_norm: QuACK | exp |" in text
 
 
 def test_a_result_file_names_its_environment(tmp_path, monkeypatch):

@@ -258,11 +258,11 @@ def test_text_generation_and_calibration_have_their_sections(written):
     eager = row | {"config": "eager", "ms": 20.0, "tokens_per_s": 50.0, "first_token_ms": 30.0}
     exact = row | {"config": "exact", "ms": 10.0, "tokens_per_s": 100.0, "first_token_ms": 25.0}
     subject = {"subject": "F.rms_norm", "way": None, "chains": ["rmsnorm torch"]}
-    subject |= {"compared": 4096, "differing": 7, "packages": ["quack 1.0"]}
+    subject |= {"compared": 4096, "differing": 7}
     varying = exact | {"config": "fused", "tokens_equal": False, "equal": False}
     varying |= {"eager_repeats": False}
     timed = written("generation", varying, exact, eager)
-    files = read([timed, written("calibration", subject)])
+    files = read([timed, written("calibration", subject, packages=["quack 1.0"])])
     text = page(files)
     rows = Outline(text).rows
     assert [r[0] for r in rows if r[-1] in ("same", "eager varies")] == ["eager", "fused", "exact"]

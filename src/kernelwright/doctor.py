@@ -222,9 +222,7 @@ def _by_op(chains: Iterable[str]) -> str:
 
 def write(path: Path, report: Report) -> None:
     """The subjects of exact modes as a result file, from which README.md's table is made."""
-    packages = [f"{name} {found}" for name, found in ways.replacing_packages()]
-    rows = [{**asdict(subject), "packages": packages} for subject in report.exact or ()]
-    results.write(path, "calibration", rows)
+    results.write(path, "calibration", [asdict(subject) for subject in report.exact or ()])
 
 
 def _gpu_text(gpu: Gpu) -> str:

@@ -4,27 +4,31 @@ from types import SimpleNamespace
 
 import pytest
 from declared import DTYPES, every_op, small
-from exact_kernels import EXACT, IN_FLOAT32, WIDTHS, has_kernel, promotes, refused
+from exact_kernels import EXACT, IN_FLOAT32, WIDTHS, WITH_QUACK, has_kernel, promotes, refused
 
 from kernelwright.backends import Unsupported
 from kernelwright.checking.promises import promises
+from kernelwright.ops import ways
 from kernelwright.ops.row.order import aten_order
 
 CHAINS = [pytest.param(op, chain, id=f"{op.name}-{chain}") for op in EXACT for chain in op.exact]
 
 
+@pytest.mark.parametrize("way", ways.RMS_NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("op", "chain"), CHAINS)
-def test_an_exact_call_has_a_kernel_unless_it_is_known_to_have_none(op, chain, dtype):
+def test_an_exact_call_has_a_kernel_unless_it_is_known_to_have_none(op, chain, dtype, way):
+    """Whichever kernel PyTorch's F.rms_norm is."""
     for case in small(op):
         if not promotes(op, case, chain, dtype):
-            why = refused(op, case, chain, dtype)
-            assert (why is None) == has_kernel(op, case, chain, dtype), f"{case.name}: {why}"
+            with ways.assuming("F.rms_norm", way):
+                why = refused(op, case, chain, dtype)
+                assert (why is None) == has_kernel(op, case, chain, dtype), f"{case.name}: {why}"
 
 
 def test_what_is_known_to_have_none_is_declared():
     chains = {(op.name, chain): {c.name for c in small(op)} for op in EXACT for chain in op.exact}
-    for known in (WIDTHS, IN_FLOAT32):
+    for known in (WIDTHS, IN_FLOAT32, WITH_QUACK):
         for chain, cases in known.items():
             assert set(cases) <= chains[chain], chain
             assert chains[chain] - set(cases), f"{chain} has no kernel at all"

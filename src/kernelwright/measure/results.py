@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from ..errors import BadSetting
+from ..ops.ways import replacing_packages
 
 SCHEMA = 1
 
 
 def environment() -> dict[str, Any]:
-    """GPU, driver, versions, commit and command of this run."""
+    """GPU, driver, versions, commit and command of this run. `packages` are those with which
+    PyTorch replaces kernels of its own."""
     gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if gpu else None,
@@ -29,6 +31,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda_core": _version("cuda-core"),
+        "packages": [f"{name} {found}" for name, found in replacing_packages()],
         "python": sys.version.split()[0],
         "commit": os.environ.get("KERNELWRIGHT_COMMIT") or _commit(),
         "date": datetime.date.today().isoformat(),

@@ -39,7 +39,7 @@ def _calibration(file: Results) -> list[Html]:
         ]
         for row in file.others
     ]
-    packages = ", ".join(next((row.get("packages") or () for row in file.others), ()))
+    packages = ", ".join(file.environment.packages or ())
     about = f"torch {file.environment.torch}" + (f" with {packages}" if packages else "")
     note = f"Bits of the installed PyTorch ({about}), compared by `kernelwright doctor --exact`."
     return [

@@ -259,7 +259,8 @@ def pytorch(folder: Path) -> str:
     seen: dict[tuple[str, str], _Seen] = {}
     for file in read([folder]):
         found = file.environment
-        name = " ".join([found.torch or "unknown", *_packages(file)])
+        packages = [f"with {package}" for package in found.packages or ()]
+        name = " ".join([found.torch or "unknown", *packages])
         here = seen.setdefault((name, found.device), _Seen())
         for row in file.exact:
             here.compared += row.elements
@@ -292,12 +293,6 @@ def _calibrated(here: _Seen, file: Results) -> None:
         here.differing += row["differing"]
         if row["way"] != ways.ATEN:
             here.ways.append(f"{row['subject']}: {row['way']}")
-
-
-def _packages(file: Results) -> list[str]:
-    """Packages beside PyTorch that replace its kernels."""
-    named = next((row.get("packages") for row in file.others if file.kind == "calibration"), None)
-    return [f"with {package}" for package in named or ()]
 
 
 def _about(files: Sequence[Results], weights: str) -> str:

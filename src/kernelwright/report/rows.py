@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class Environment:
     commit: str | None
     date: str | None
     command: str | None
+    packages: Sequence[str] | None = None  # that replace kernels of PyTorch
 
     @property
     def device(self) -> str:

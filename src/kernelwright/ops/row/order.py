@@ -95,10 +95,11 @@ QUACK_THREADS = ((64, 8), (128, 16), (3072, 32), (6144, 64), (16384, 128))
 
 
 def quack_order(width: int, itemsize: int) -> Order:
-    """F.rms_norm by QuACK's kernel: vectors of 16 bytes, or as many as divide a row."""
+    """F.rms_norm by QuACK's kernel: vectors of 16 bytes, or as many as divide a row. It leaves rows
+    with an odd number of 16-bit elements to ATen; other widths were not compared."""
     vector = gcd(width, 16 // itemsize)
-    if vector * itemsize < 4:
-        raise Unsupported(f"width {width} of {itemsize} bytes each: QuACK leaves it to ATen")
+    if width % 4:
+        raise Unsupported(f"rows of {width}, no multiple of 4")
     threads = next((t for limit, t in QUACK_THREADS if width <= limit), 0)
     if not threads:
         raise Unsupported(f"QuACK spreads rows of {width} over several blocks")
