@@ -20,6 +20,8 @@ ACCELERATE_FORWARD = "_old_forward"
 HOOK_ATTRIBUTES = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK, DIFFUSERS_HOOKS)
 # the function of diffusers' attention_dispatch that all backends call for context parallelism
 PARALLEL_FUNCTION = "_templated_context_parallel_attention"
+# where transformers keeps a loss that was set in place of a model's own
+OWN_LOSS = "_loss_function"
 # where transformers has the hooks by which models collect what their layers return
 OUTPUT_HOOKS = "transformers.utils.output_capturing"
 
@@ -168,6 +170,17 @@ DEFERRED_STOP_CHECK = "DeferredStopCheck"
 def generation_module() -> Any:
     """transformers' module of `generate`, or None if it was not imported."""
     return sys.modules.get("transformers.generation.utils")
+
+
+def own_causal_lm_loss(module: nn.Module) -> Any:
+    """transformers' loss of causal language models if it is that of a module and nobody has set
+    another one, else None."""
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    if losses is None or OWN_LOSS in vars(module) or not hasattr(type(module), "loss_function"):
+        return None
+    own = losses.ForCausalLMLoss
+    is_it = getattr(module, "loss_type", None) == "ForCausalLM" and module.loss_function is own
+    return own if is_it else None
 
 
 def keep_from_compiling(model: nn.Module) -> None:

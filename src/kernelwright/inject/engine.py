@@ -1,7 +1,8 @@
 """inject, injected, inspect and restore.
 
-All that an injection leaves on a model is the instance attribute `forward` of the modules it
-changes (or the slot in which a hook keeps it). Restoring removes it; copying a model copies it.
+All that an injection leaves on a model are instance attributes: `forward` of the modules it changes
+(or the slot in which a hook keeps it), and of models of transformers the loss and what `generate`
+calls. Restoring removes them; copying a model copies them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .identify.targets import parts_of
 from .planning import NUMERICS, Injection, Options, plan
 from .report.report import Report
 from .runtime import forwards
+from .training import causal_lm_loss
 
 __all__ = ["NUMERICS", "inject", "injected", "inspect", "restore"]
 
@@ -180,6 +182,7 @@ def _uninstall(root: nn.Module) -> int:
     for module in root.modules():
         let_compile(module)
         generation.undo(module)
+        causal_lm_loss.undo(module)
     return sum(forwards.remove(module) for module in root.modules())
 
 

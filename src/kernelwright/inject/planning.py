@@ -30,6 +30,7 @@ from .report.record import Line
 from .report.report import Report
 from .runtime import forwards, work_ahead
 from .state.tensor_samples import TensorSamples
+from .training import causal_lm_loss
 from .training.blocks import Training
 from .verify.first_sight import Checker
 
@@ -75,6 +76,7 @@ class Injection:
     checker: Checker
     forwards: list[tuple[ref[nn.Module], Forward]] = field(default_factory=list)
     has_graphs: bool = False
+    has_loss: bool = False  # whether the loss of a language model is part of it
     fp8_layers: Fp8Layers | None = None
 
     def install(self) -> None:
@@ -83,6 +85,8 @@ class Injection:
                 forwards.install(found, forward)
         if (model := self.root()) is None:
             return
+        if self.has_loss:
+            causal_lm_loss.install(model, self.checker)
         if self.has_graphs:
             keep_from_compiling(model)
             generation.defer_stop_checks(model)
@@ -124,6 +128,7 @@ class _Plan:
         )
         self.checker.changed = self.fusions.forget_norms
         self.injection = Injection(ref(part.model), self.checker, fp8_layers=self.fp8_layers)
+        self.injection.has_loss = options.only is None
         self.training = Training(self.checker, self.fusions.programs.fell_back)
         self.checker.training = self.training
         self.lines: Counter[Line] = Counter()
