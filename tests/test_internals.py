@@ -452,3 +452,17 @@ def test_generate_can_read_one_token_late():
     ]
     for name in (generation.PROCESSORS, generation.CRITERIA):
         assert callable(getattr(mixin, name))
+
+
+def test_own_causal_lm_loss():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))
+    assert libraries.own_causal_lm_loss(model) is ForCausalLMLoss
+    assert libraries.own_causal_lm_loss(model.model) is None
+    assert libraries.own_causal_lm_loss(nn.Linear(2, 2)) is None
+    model.loss_function = lambda *args, **kwargs: None
+    assert vars(model)[libraries.OWN_LOSS] is model.loss_function
+    assert libraries.own_causal_lm_loss(model) is None
