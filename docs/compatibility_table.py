@@ -65,7 +65,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "training of LoRA": "",
         "training of DoRA": "",
         "training with graphs": "`graphs=True`: forward and backward of each block are replayed",
-        "gradient checkpointing": "without graphs",
+        "gradient checkpointing": "reentrant: without graphs",
         "autocast": "blocks that train run as without injection",
     },
     "Language models": {

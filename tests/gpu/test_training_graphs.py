@@ -166,13 +166,71 @@ def test_the_first_block_is_done_before_the_second():
     assert graphs.reasons == {reasons.WAITS: 2}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_runs_without_graphs_and_says_so(reentrant):
+def test_reentrant_checkpointing_runs_without_graphs_and_says_so():
     trained = model()
-    trained.checkpointing = reentrant
+    trained.checkpointing = True
     _, _, graphs = pair(trained)
     assert graphs.captured == 0
-    assert "gradient checkpointing" in graphs.describe()
+    assert "reentrant checkpointing" in graphs.describe()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_checkpointed_forwards_are_replayed_twice(dtype):
+    trained = model(layers=4)
+    trained.checkpointing = False  # not reentrant
+    eager, ours, graphs = pair(trained, dtype=dtype)
+    # a result of the last block has no gradient
+    assert graphs.captured == 3
+    assert graphs.reasons == {}
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for seed in range(6):
+        inputs = batch(seed, dtype)
+        expected = gradients(eager, inputs)
+        stream = streams[seed % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = gradients(ours, inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        assert differing(found, expected) == []
+    assert replays(graphs, lambda: same(eager, ours, batch(9, dtype))) == 6
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, torch.clone], ids=["kept", "copied"])
+def test_hooks_around_what_autograd_saves(keep):
+    eager, ours = twice(model(layers=3).cuda())
+    graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+    for seed in range(5):
+        for m in (eager, ours):
+            m.zero_grad(set_to_none=True)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                loss = loss_of(m, batch(seed))
+            loss.backward()
+        assert differing(grads(ours), grads(eager)) == []
+    assert graphs.replays > 0
+
+
+def test_checkpointed_blocks_share_the_memory_of_their_graphs():
+    built = models.build("ltx-video", layers=8, dtype=torch.bfloat16, device="cuda")
+    trained = with_lora(built, "to_q", "to_k", "to_v").train()
+    trained.enable_gradient_checkpointing()
+    inputs = models.inputs("ltx-video", dtype=torch.bfloat16, device="cuda", batch=1)
+
+    def held(calls):
+        for _ in range(calls):
+            gradients(trained, inputs)
+        trained.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        gradients(trained, inputs)
+        return torch.cuda.max_memory_reserved()
+
+    usual = held(2)
+    hidden = 28 * 2**20  # more than an activation of one block
+    with kw.injected(trained, graphs=True) as report:
+        more = held(5) - usual
+        assert report.graphs[0].of_blocks.captured == 8, report.graph_lines
+    assert more < 24 * hidden, f"{more / 2**20:.0f} MiB more than eager"
 
 
 def test_blocks_get_new_graphs_where_weights_are_moved():

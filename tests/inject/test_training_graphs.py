@@ -25,7 +25,7 @@ from kernelwright.inject.training.block_graph import OTHER_BITS
 
 class Overwriting(Again):
     """What a graph returns and does not keep may lie anywhere, and what a graph keeps may lie where
-    one that was captured before has its scratch memory."""
+    one that was captured before has its scratch memory; if it is lent, anywhere."""
 
     def __init__(self):
         super().__init__()
@@ -253,16 +253,119 @@ def test_the_first_block_is_done_before_the_second():
     assert graphs.reasons == {training_graphs.WAITS: 2}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_runs_without_graphs_and_says_so(reentrant):
+def replays_on_loan(graphs, run):
+    """How many forwards and backwards a function replays in memory that is lent."""
+    before = [r.replayed for r in graphs.on_loan]
+    run()
+    return tuple(r.replayed - b for r, b in zip(graphs.on_loan, before, strict=True))
+
+
+@pytest.mark.compatibility("gradient checkpointing")
+@pytest.mark.compatibility("training with graphs")
+def test_checkpointing_replays_forwards_twice():
+    trained = model(layers=3)
+    trained.checkpointing = False  # not reentrant
+    eager, ours, graphs = injected_pair(trained, calls=3)
+    # one of the results of the last block has no gradient, which is not known in time: a forward
+    # that may be called again has to save the same then
+    assert graphs.captured == 2
+    assert graphs.reasons == {}
+    assert counts(graphs) == [(0, 0), (0, 0)]
+    assert replays_on_loan(graphs, lambda: same(eager, ours, data(9))) == (4, 2)
+
+
+def test_steps_of_checkpointed_adapters_end_in_the_same_weights():
+    trained = with_lora(model(), "q", "k", "v", "o")
+    trained.checkpointing = False
+    eager, ours = twice(trained)
+    inputs = {n: t.detach() for n, t in data().items()}
+    graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+    assert torch.equal(steps(ours, inputs, 5), steps(eager, inputs, 5))
+    assert differing(ours.state_dict(), eager.state_dict()) == []
+    assert graphs.reasons == {}
+    assert graphs.replays == 16  # two blocks, twice in each of four steps
+
+
+def test_reentrant_checkpointing_runs_without_graphs_and_says_so():
     trained = model()
-    trained.checkpointing = reentrant
+    trained.checkpointing = True
     _, _, graphs = injected_pair(trained, calls=3)
-    reason = training_graphs.RECOMPUTED if reentrant else training_graphs.CHECKPOINTED
-    assert set(graphs.reasons) <= {training_graphs.RECOMPUTED, training_graphs.CHECKPOINTED}
-    assert graphs.reasons[reason] > 0
-    assert "gradient checkpointing" in graphs.describe()
+    assert set(graphs.reasons) == {training_graphs.RECOMPUTED}
+    assert "reentrant checkpointing" in graphs.describe()
     assert graphs.captured == 0
+
+
+def both_in_one(m, inputs):
+    """A checkpoint around all blocks."""
+    return torch.utils.checkpoint.checkpoint(lambda: m(**inputs), use_reentrant=False)
+
+
+@pytest.mark.parametrize("around", [1, 2], ids=["around one block", "around both"])
+def test_a_checkpoint_around_several_blocks(around):
+    trained = model()
+    trained.checkpointing = False if around == 1 else None
+    eager, ours = twice(trained)
+    graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+    for seed in range(5):
+        for m in (eager, ours):
+            m.zero_grad(set_to_none=True)
+            out = both_in_one(m, data(seed)) if around == 2 else m(**data(seed))
+            out.float().square().mean().backward()
+        assert differing(grads(ours), grads(eager)) == []
+    assert (training_graphs.LENT in graphs.reasons) == (around == 2)
+
+
+def test_hooks_that_keep_what_autograd_saves():
+    """The memory is lent as long as they do: no other block may write to it."""
+    eager, ours = twice(model(layers=3))
+    graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+    for seed in range(5):
+        for m in (eager, ours):
+            m.zero_grad(set_to_none=True)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                loss = loss_of(m, data(seed))
+            loss.backward()
+        assert differing(grads(ours), grads(eager)) == []
+    assert graphs.reasons[training_graphs.LENT] > 0
+    assert graphs.on_loan[1].replayed > 0
+
+
+def test_hooks_that_copy_what_autograd_saves():
+    eager, ours = twice(model())
+    graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+    for seed in range(4):
+        for m in (eager, ours):
+            m.zero_grad(set_to_none=True)
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+                loss = loss_of(m, data(seed))
+            loss.backward()
+        assert differing(grads(ours), grads(eager)) == []
+    assert graphs.reasons == {}
+    assert graphs.on_loan[0].replayed > 0
+    assert graphs.on_loan[1].replayed == 1  # when it was captured
+
+
+def test_a_checkpointed_step_that_ends_in_the_middle_leaves_nothing_behind():
+    trained = model()
+    trained.checkpointing = False
+    eager, ours, graphs = injected_pair(trained)
+
+    class Stop(Exception):
+        pass
+
+    def stop(gradient):
+        raise Stop
+
+    for where in ("forward", "backward"):
+        hook = ours.blocks[0].register_full_backward_hook(lambda *given: stop(None))
+        if where == "forward":
+            hook.remove()
+            hook = ours.blocks[1].register_forward_pre_hook(lambda *given: stop(None))
+        with pytest.raises(Stop):
+            loss_of(ours, data(5)).backward()
+        hook.remove()
+        same(eager, ours, data(6))
+    assert replays_on_loan(graphs, lambda: same(eager, ours, data(7)))[1] > 0
 
 
 def test_weights_at_other_addresses_lead_to_another_capture():

@@ -7,6 +7,10 @@ where they lie; inputs are copied in, results and gradients are copied out.
 Forwards are captured in one memory pool and backwards in another. A backward leaves nothing in its
 pool. A forward may write to memory that a forward captured *later* keeps values in: what was freed
 after one capture is used by the next. `order` numbers the captures, for whoever replays them.
+
+Where autograd saves through hooks, such as those of gradient checkpointing, keeping the values of
+every block would waste what the hooks save. There all blocks keep their values in the same memory:
+it is lent to one forward at a time (`Loan`), until no tensor of that forward is left.
 """
 
 from __future__ import annotations
@@ -19,14 +23,31 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...backends.torch_internals import convolution_switches, float32_switches, gemm_switches
+from ...backends.torch_internals import (
+    convolution_switches,
+    float32_switches,
+    gemm_switches,
+    unowned_storage,
+)
 from ..graphs.buffers import InputBuffer, Refusal, Results, alignment
 from ..graphs.capture import keeping, recording
 from ..graphs.recorder import Recorder
 from ..runtime.sites import equal
 
+Lendable = tuple[int, int, torch.device, list[tuple[torch.dtype, int, torch.Size, Any]]]
 OTHER_BITS = "its graph gives other bits than its programs"
+
+
+# class, shape, strides, dtype and device of the gradient of each result, None where it has none
+Layouts = tuple[Any, ...]
+
+
+def layouts_of(gradients: Sequence[Tensor | None]) -> Layouts:
+    return tuple(
+        None if g is None else (type(g), g.shape, g.stride(), g.dtype, g.device) for g in gradients
+    )
 
 
 class Use:
@@ -38,6 +59,29 @@ class Use:
     def __init__(self, graph: BlockGraph, token: int) -> None:
         self.graph, self.order, self.token = graph, graph.order, token
         self.done = False
+
+
+class Loan:
+    """Values that a forward has left in memory which other forwards use too, as tensors that do
+    not own it. It ends when none of them, and no view of them, is alive."""
+
+    def __init__(self, graph: BlockGraph) -> None:
+        self.graph = graph
+        begin, size, device, layouts = graph.lendable
+        storage = unowned_storage(begin, device, size)
+        self._alive = StorageWeakRef(storage)
+        self._tensors = [
+            torch.empty(0, dtype=dtype, device=device).set_(storage, *where)
+            for dtype, *where in layouts
+        ]
+
+    def take(self) -> list[Tensor]:
+        """The tensors, once: held here they would make the loan last for ever."""
+        taken, self._tensors = self._tensors, []
+        return taken
+
+    def is_over(self) -> bool:
+        return bool(self._alive.expired())
 
 
 class SharedBuffer:
@@ -91,6 +135,7 @@ class Block(Protocol):
 
     module: ref[nn.Module]
     graphed: Graphed
+    on_loan: Graphed  # its graph for where autograd saves through hooks
 
     @property
     def weights(self) -> int:
@@ -146,16 +191,18 @@ class BlockGraph:
 
         def backward() -> list[Tensor]:
             with recording():
-                return block.run_backward([*weights, *static], self.kept, random)
+                return block.run_backward([*weights, *static], kept, random)
 
         # outside of a capture first: whatever is loaded or chosen at the first call is there then
-        results, kept = block.run_forward(inputs)
-        contributions = block.run_backward(inputs, kept, random)
-        del kept
+        results, needed = block.run_forward(inputs)
+        contributions = block.run_backward(inputs, needed, random)
+        del needed
         with keeping() as (self._alive, _):
-            self._replay_forward, (made, self.kept) = recorders[0].record(forward, self.device)
+            self._replay_forward, (made, kept) = recorders[0].record(forward, self.device)
+        self.kept = kept
         self._results = Results(made, static, weights, owned=False)
         del made
+        self.lendable = _lendable(self.kept, self.device)
         self._replay_forward()
         with keeping() as (self._alive_backward, _):
             self._replay_backward, found = recorders[1].record(backward, self.device)
@@ -191,13 +238,36 @@ class BlockGraph:
         """The results for inputs, of which those that buffers do not hold yet are copied in."""
         use = Use(self, token)
         with self.exclusive():
-            for buffer, tensor in zip(self.buffers, given, strict=True):
-                if not buffer.holds(tensor, token):
-                    buffer.fill(tensor, token)
+            for buffer in self.buffers:
                 buffer.uses.add(use)
             self._use = ref(use)
-            self._replay_forward()
-            return self._results.copies(given), use
+            return self._results_for(given, token), use
+
+    def forward_on_loan(self, given: Sequence[Tensor], token: int) -> tuple[list[Tensor], Loan]:
+        """The same, with what the backward needs in memory that is lent."""
+        with self.exclusive():
+            return self._results_for(given, token), Loan(self)
+
+    def _results_for(self, given: Sequence[Tensor], token: int) -> list[Tensor]:
+        for buffer, tensor in zip(self.buffers, given, strict=True):
+            if not buffer.holds(tensor, token):
+                buffer.fill(tensor, token)
+        self._replay_forward()
+        return self._results.copies(given)
+
+    def lend(self) -> None:
+        """Give the memory of what is kept to graphs that are captured later, too: from now on a
+        forward has to be called with `forward_on_loan`."""
+        self.kept = []
+
+    def lent(self, kept: Sequence[Tensor]) -> bool:
+        """Whether these are the values that a forward has left in memory which is lent."""
+        begin, _, _, layouts = self.lendable
+        return len(kept) == len(layouts) and all(
+            t.data_ptr() == begin + offset * dtype.itemsize
+            for t, (dtype, offset, *_) in zip(kept, layouts, strict=True)
+            if t.numel()
+        )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The contributions of the last forward, for these gradients of its results."""
@@ -223,8 +293,12 @@ class BlockGraph:
     def apart(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same, copied where they lie in memory that the next forward writes to."""
         own = {t.untyped_storage().data_ptr() for t in (*self.kept, *self.inputs) if t.numel()}
+        begin, size, *_ = self.lendable
         return [
-            t.clone() if t is not None and t.untyped_storage().data_ptr() in own else t
+            t.clone()
+            if t is not None
+            and ((at := t.untyped_storage().data_ptr()) in own or begin <= at < begin + size)
+            else t
             for t in tensors
         ]
 
@@ -238,6 +312,21 @@ class BlockGraph:
             for tensor in (*self.inputs, *(b.tensor for b in self._gradients)):
                 tensor.record_stream(stream)
         return stack
+
+
+def _lendable(kept: Sequence[Tensor], device: torch.device) -> Lendable:
+    """Where tensors lie: the first address and the bytes of all of them, and of each its dtype, the
+    elements before it, sizes and strides."""
+    filled = [t.untyped_storage() for t in kept if t.numel()]
+    begin = min((s.data_ptr() for s in filled), default=0)
+    end = max((s.data_ptr() + s.nbytes() for s in filled), default=0)
+    layouts = []
+    for t in kept:
+        before = t.data_ptr() - begin if t.numel() else 0
+        if before % t.element_size():
+            raise Refusal("values that begin at no multiple of their size")
+        layouts.append((t.dtype, before // t.element_size(), t.shape, t.stride()))
+    return begin, end - begin, device, layouts
 
 
 def addresses(weights: Sequence[Tensor]) -> list[int]:

@@ -25,17 +25,8 @@ from ...fuser.running import Executable
 from ...fuser.views import packet
 from ..reuse.program_sites import ProgramSites
 from ..runtime.sites import EMPTY, eagerly, mode, set_mode
-from .block_graph import Graphed, Use
+from .block_graph import Graphed, Layouts, Use, layouts_of
 from .graphs import TrainingGraphs
-
-# class, shape, strides, dtype and device of the gradient of each result, None where it has none
-Layouts = tuple[Any, ...]
-
-
-def layouts_of(gradients: Sequence[Tensor | None]) -> Layouts:
-    return tuple(
-        None if g is None else (type(g), g.shape, g.stride(), g.dtype, g.device) for g in gradients
-    )
 
 
 class Half:
@@ -168,6 +159,7 @@ class BoundBlock:
     off: dict[str, str] = field(default_factory=dict)  # programs that run PyTorch's ops, and why
     graphs: TrainingGraphs | None = None  # those of the model, if its user wants any
     graphed: Graphed = field(default_factory=Graphed)
+    on_loan: Graphed = field(default_factory=Graphed)
 
     def __str__(self) -> str:
         programs = self.programs
@@ -244,12 +236,11 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundBlock, inputs: list[Tensor], *slots: Tensor) -> Any:
         programs = bound.programs
         replayed = None if bound.graphs is None else bound.graphs.forward(bound, inputs)
-        if replayed is None:
-            results, kept = bound.run_forward(inputs)
-            ctx.use, ctx.given = None, len(inputs) - bound.weights
+        results, kept = replayed or bound.run_forward(inputs)
+        ctx.use = kept if isinstance(kept, Use) else None
+        if not isinstance(kept, Use):  # else the graph has what its backward needs
+            ctx.given = len(inputs) - bound.weights
             ctx.save_for_backward(*inputs[bound.weights :], *kept)
-        else:
-            results, ctx.use = replayed  # the graph has what its backward needs
         ctx.bound, ctx.weights = bound, _Weights(inputs[: bound.weights])
         ctx.set_materialize_grads(False)
         fixed = [
@@ -315,7 +306,15 @@ def _contributions(
         bound.surprised(layouts)
         return bound.by_autograd(inputs, gradients)
     bound.graphed.backward_ran = True
-    return bound.run_backward(inputs, kept, gradients)
+    graph = bound.on_loan.graph
+    if graph is None or not graph.lent(kept):
+        return bound.run_backward(inputs, kept, gradients)
+    assert bound.graphs is not None
+    found = bound.graphs.backward_on_loan(graph, inputs[: bound.weights], gradients)
+    if found is not None:
+        return found
+    with graph.exclusive():
+        return graph.apart(bound.run_backward(inputs, kept, gradients))
 
 
 def _from_graph(

@@ -40,7 +40,8 @@ from ..state.module_state import State
 from ..state.switches import switches
 from ..verify.findings import EAGER, NO_BACKWARD, Findings
 from ..verify.running import run_eager
-from .block_programs import BlockPrograms, BoundBlock, Layouts, layouts_of
+from .block_graph import Layouts, layouts_of
+from .block_programs import BlockPrograms, BoundBlock
 from .graphs import TrainingGraphs
 from .trial import Trial
 

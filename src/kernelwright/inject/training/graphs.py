@@ -7,13 +7,18 @@ so does every call for which a replay could be wrong. The reasons are counted.
 
 A block has one graph at a time, since the graph keeps the block's activations in memory. Inputs of
 another layout get it once the old one has not been used for PATIENCE calls.
+
+Where autograd saves through hooks, a block has another graph, which shares its memory with those of
+all blocks: see block_graph. With gradient checkpointing around each block it is lent to one block
+after the other; a checkpoint around several needs the values of all of them at once, and only the
+first that runs has a graph.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import any_autocast, in_backward, saves_through_hooks
-from ..graphs.buffers import InputBuffer, Refusal
+from ..graphs.buffers import InputBuffer, Refusal, alignment
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..graphs.recorder import Recorder, capture_lock
 from ..runtime import model_run
-from .block_graph import Block, BlockGraph, Graphed, SharedBuffer, Use
+from .block_graph import Block, BlockGraph, Graphed, Loan, SharedBuffer, Use, layouts_of
 from .random_numbers import Numbers
 
 # calls of a block with another layout, after which its graph gives way to one for that
@@ -41,8 +46,8 @@ ORDER = "its blocks ran in another order before"
 MOVED = "its weights were moved"
 ALIGNMENT = "an input that begins at another alignment"
 ANOTHER = "inputs of another layout have its graph"
-CHECKPOINTED = "what is kept for the backward goes through hooks (gradient checkpointing, offload)"
-RECOMPUTED = "it runs inside a backward (gradient checkpointing)"
+LENT = "the values of another block are still needed (hooks around what autograd saves)"
+RECOMPUTED = "it runs inside a backward (reentrant checkpointing)"
 DISTRIBUTED = "torch.distributed is in use (DDP, FSDP)"
 CAPTURED = "inside another capture"
 
@@ -63,11 +68,16 @@ class TrainingGraphs:
         self._uses: WeakSet[Use] = WeakSet()
         self._buffers: WeakSet[SharedBuffer] = WeakSet()
         self._gradients: dict[Any, InputBuffer] = {}
+        # of graphs that share their memory
+        self.on_loan = recorder(), recorder()
+        self._borrowers: WeakKeyDictionary[nn.Module, Graphed] = WeakKeyDictionary()
+        self._inputs_on_loan: dict[Any, SharedBuffer] = {}
+        self._loan: Loan | None = None
 
     @property
     def captured(self) -> int:
         """How many blocks have a graph of their forward and one of their backward."""
-        return len(self._owners)
+        return len({*self._owners} | {*self._borrowers})
 
     def describe(self) -> str:
         """A line for a report; empty if gradients were never recorded."""
@@ -88,27 +98,49 @@ class TrainingGraphs:
     def forget(self, module: nn.Module) -> None:
         """Drop the graph of a block: the block has changed."""
         with self._lock:
-            if (found := self._owners.pop(module, None)) is not None:
-                found.graph = None
+            for graphs in (self._owners, self._borrowers):
+                if (found := graphs.pop(module, None)) is not None:
+                    found.graph = None
 
-    def forward(self, block: Block, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Use] | None:
-        """Results from a graph, and what stands for the values that its backward needs; None if
-        the call has to run without a graph."""
+    def forward(
+        self, block: Block, inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Use | list[Tensor]] | None:
+        """Results from a graph, and what stands for the values that its backward needs, or these
+        values in memory that is lent; None if the call has to run without a graph."""
         try:
             _check_surroundings(self.recorders[0], inputs[block.weights :])
             with self._lock:
+                if saves_through_hooks():
+                    return self._forward_on_loan(block, inputs)
+                if in_backward():
+                    raise Refusal(RECOMPUTED)
                 return self._forward(block, inputs)
         except Refusal as reason:
             self.refuse(str(reason))
             return None
+
+    def backward_on_loan(
+        self, graph: BlockGraph, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor] | None:
+        """The contributions of a forward of this graph whose values lie in memory that is lent;
+        None if the backward has to run without a graph."""
+        with self._lock:
+            # as long as a tensor of a loan is alive there is no other
+            is_current = self._loan is not None and self._loan.graph is graph
+            return self._backward(graph, weights, gradients) if is_current else None
 
     def backward(
         self, use: Use, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor] | None:
         """The contributions of a forward that ran as a graph, from its second graph; None if the
         backward has to run without one."""
+        return self._backward(use.graph, weights, gradients)
+
+    def _backward(
+        self, graph: BlockGraph, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor] | None:
         given = [g for g in gradients if g is not None]
-        why = use.graph.why_not_backward(weights, given)
+        why = graph.why_not_backward(weights, given)
         if capturing() or self.recorders[1].busy():
             why = CAPTURED
         elif any_autocast():
@@ -117,7 +149,50 @@ class TrainingGraphs:
             self.refuse(why)
             return None
         with self._lock:
-            return use.graph.backward(given)
+            return graph.backward(given)
+
+    def _forward_on_loan(
+        self, block: Block, inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]] | None:
+        if self._loan is not None and not self._loan.is_over():
+            raise Refusal(LENT)
+        weights, given = inputs[: block.weights], inputs[block.weights :]
+        found, module, token = block.on_loan, block.module(), model_run.active.token
+        if found.refused is not None:
+            raise Refusal(found.refused)
+        if found.graph is None:
+            if not block.graphed.backward_ran or in_backward() or module is None:
+                return None
+            found.graph = self._made(found, block, inputs, token, self._capture_on_loan)
+            self._borrowers[module] = found
+        elif not found.graph.reads(weights):
+            found.graph = None
+            if found.captures >= MAX_CAPTURES:
+                found.refused = f"{MOVED}, at every capture"
+            raise Refusal(MOVED)
+        elif not found.graph.fits(given):
+            raise Refusal(ALIGNMENT)
+        self.replays += 1
+        results, self._loan = found.graph.forward_on_loan(given, token)
+        return results, self._loan.take()
+
+    def _capture_on_loan(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
+        given = _capturable(block, inputs)
+        block.on_loan.captures += 1
+        with capture_lock, self.on_loan[0].exclusive(given[0].device):
+            buffers = [self._buffer_on_loan(i, t, token) for i, t in enumerate(given)]
+            gradients = self._random_gradients(block)
+            graph = BlockGraph(block, inputs, buffers, gradients, self.on_loan, 0)
+            graph.lend()
+            return graph
+
+    def _buffer_on_loan(self, number: int, given: Tensor, token: int) -> SharedBuffer:
+        """Memory for an input, which the graphs of all blocks share."""
+        key = number, *layouts_of([given]), alignment(given)
+        if key not in self._inputs_on_loan:
+            self._inputs_on_loan[key] = SharedBuffer(given)
+        self._inputs_on_loan[key].fill(given, token)
+        return self._inputs_on_loan[key]
 
     def _forward(self, block: Block, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Use] | None:
         weights, given = inputs[: block.weights], inputs[block.weights :]
@@ -180,8 +255,22 @@ class TrainingGraphs:
             if owner.unused < PATIENCE:
                 raise Refusal(ANOTHER)
             owner.graph, owner.captures = None, 0
+        graph = found.graph = self._made(found, block, inputs, token, self._capture)
+        if module is not None:
+            self._owners[module] = found
+        return graph
+
+    def _made(
+        self,
+        found: Graphed,
+        block: Block,
+        inputs: Sequence[Tensor],
+        token: int,
+        capture: Callable[[Block, Sequence[Tensor], int], BlockGraph],
+    ) -> BlockGraph:
+        """A new graph; if there is none, why there never is one."""
         try:
-            graph = self._capture(block, inputs, token)
+            return capture(block, inputs, token)
         except Refusal as no:
             found.refused = str(no)
         except torch.OutOfMemoryError:
@@ -189,19 +278,10 @@ class TrainingGraphs:
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             found.refused = f"capture failed: {line}"
-        if found.refused is not None:
-            raise Refusal(found.refused)
-        found.graph = graph
-        if module is not None:
-            self._owners[module] = found
-        return graph
+        raise Refusal(found.refused)
 
     def _capture(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
-        given, devices = inputs[block.weights :], {t.device for t in inputs}
-        if not given:
-            raise Refusal("no tensor among the inputs")
-        if len(devices) != 1:
-            raise Refusal(f"weights and inputs on {' and '.join(sorted(map(str, devices)))}")
+        given = _capturable(block, inputs)
         block.graphed.captures += 1
         with capture_lock, self.recorders[0].exclusive(given[0].device):
             buffers = [self._buffer(t, token) for t in given]
@@ -235,15 +315,21 @@ class TrainingGraphs:
         return found
 
 
+def _capturable(block: Block, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inputs that are no weights, if a graph can read all of them."""
+    given, devices = inputs[block.weights :], {t.device for t in inputs}
+    if not given:
+        raise Refusal("no tensor among the inputs")
+    if len(devices) != 1:
+        raise Refusal(f"weights and inputs on {' and '.join(sorted(map(str, devices)))}")
+    return given
+
+
 def _check_surroundings(recorder: Recorder, given: Sequence[Tensor]) -> None:
     """Refuse where a replay cannot keep what a backward needs, or cannot run at all."""
     if elsewhere := {t.device.type for t in given} - {recorder.device_type}:
         raise Refusal(f"inputs on {' and '.join(sorted(elsewhere))}")
     if capturing() or reading() or recorder.busy():
         raise Refusal(CAPTURED)
-    if in_backward():
-        raise Refusal(RECOMPUTED)
-    if saves_through_hooks():
-        raise Refusal(CHECKPOINTED)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise Refusal(DISTRIBUTED)
