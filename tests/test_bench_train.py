@@ -57,6 +57,21 @@ def test_lora_trains_adapters_alone_with_checkpointing_and_a_chosen_attention():
         assert row["attention"] == "math"
 
 
+@pytest.mark.parametrize(("config", "code"), [("compile", 0), ("exact", 1)])
+def test_a_peer_that_pytorch_cannot_run_is_no_failure(config, code, monkeypatch):
+    usual = configs.configured
+
+    def configured(model, name, *rest, **more):
+        if name == config:
+            raise RuntimeError("not today")
+        return usual(model, name, *rest, **more)
+
+    monkeypatch.setattr(configs, "configured", configured)
+    result = invoke(*LLAMA, "--no-error", "--config", f"eager,{config}")
+    assert result.exit_code == code
+    assert "not today" in result.output
+
+
 def test_exact_gradients_that_are_not_eagers_have_no_time(monkeypatch):
     kept = configs.injected
 

