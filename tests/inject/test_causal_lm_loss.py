@@ -80,12 +80,34 @@ def test_loss_and_gradients_are_eagers(given, kernels):
     assert "ForCausalLMLoss, while gradients are recorded: cross-entropy" in str(report)
 
 
-def test_a_loss_without_gradients_is_eagers(kernels):
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_loss_without_gradients_is_eagers(without, kernels):
     eager, ours = language_model(), language_model()
     kw.inject(ours)
-    with torch.no_grad():
+    with without():
         found = [m(input_ids=IDS, labels=SOME).loss for m in (eager, ours)]
     assert torch.equal(*found)
+    assert "forward" in kernels
+
+
+def test_a_compiled_model_has_transformers_own(kernels):
+    eager, ours = language_model(), language_model()
+    kw.inject(ours)
+    compiled = torch.compile(ours, backend="eager")
+    found = compiled(input_ids=IDS, labels=SOME, use_cache=False).loss
+    assert torch.equal(found, eager(input_ids=IDS, labels=SOME, use_cache=False).loss)
+    assert kernels == []
+
+
+def test_without_memory_to_compare_eager_runs(kernels, monkeypatch):
+    def fails(*given):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(cross_entropy, "row_numbers", fails)
+    eager, ours = language_model(), language_model()
+    report = kw.inject(ours)
+    assert differing(gradients(ours, labels=IDS), gradients(eager, labels=IDS)) == []
+    assert "not enough memory to compare" in str(report)
 
 
 def test_second_derivatives_are_eagers(kernels):

@@ -68,7 +68,8 @@ class Loan:
     def __init__(self, graph: BlockGraph) -> None:
         self.graph = graph
         begin, size, device, layouts = graph.lendable
-        storage = unowned_storage(begin, device, size)
+        nothing = torch.UntypedStorage(0, device=device)
+        storage = unowned_storage(begin, device, size) if size else nothing
         self._alive = StorageWeakRef(storage)
         self._tensors = [
             torch.empty(0, dtype=dtype, device=device).set_(storage, *where)
@@ -182,6 +183,7 @@ class BlockGraph:
         self._addresses, self._alignments = addresses(weights), list(map(alignment, given))
         self._switches = _switches()
         self._use: Callable[[], Use | None] = lambda: None
+        self.lendable: Lendable = (0, 0, self.device, [])
         static = self.inputs
         random = [None if b is None else b.tensor for b in gradients]
 
@@ -202,7 +204,6 @@ class BlockGraph:
         self.kept = kept
         self._results = Results(made, static, weights, owned=False)
         del made
-        self.lendable = _lendable(self.kept, self.device)
         self._replay_forward()
         with keeping() as (self._alive_backward, _):
             self._replay_backward, found = recorders[1].record(backward, self.device)
@@ -258,7 +259,7 @@ class BlockGraph:
     def lend(self) -> None:
         """Give the memory of what is kept to graphs that are captured later, too: from now on a
         forward has to be called with `forward_on_loan`."""
-        self.kept = []
+        self.lendable, self.kept = _lendable(self.kept, self.device), []
 
     def lent(self, kept: Sequence[Tensor]) -> bool:
         """Whether these are the values that a forward has left in memory which is lent."""

@@ -107,7 +107,7 @@ class CausalLMLoss:
         if key not in self._verdicts:
             if capturing() or reading():
                 return f"{EAGER}: not compared yet"  # a comparison is no part of a graph
-            self._verdicts[key] = why = _difference(rows[:COMPARED])
+            self._verdicts[key] = why = _compared(rows[:COMPARED])
             text = "cross-entropy from 16-bit logits in 2 kernels"
             self._note(text if why is None else f"{EAGER}: {why}")
         elif capturing() or reading():
@@ -122,6 +122,15 @@ def _pickled(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return own
 
 
+def _compared(rows: Tensor) -> str | None:
+    """Why cross-entropy of such logits runs eager, or None."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            return _difference(rows)
+    except torch.OutOfMemoryError:
+        return "not enough memory to compare"
+
+
 def _difference(rows: Tensor) -> str | None:
     """How cross-entropy of these logits and its gradient differ from eager's, or None."""
     count, classes = rows.shape
@@ -130,10 +139,9 @@ def _difference(rows: Tensor) -> str | None:
     for reduction in ("mean", "sum"):
         found = []
         for function in (cross_entropy.cross_entropy, cross_entropy.eager):
-            with torch.enable_grad():
-                leaf = rows.clone().requires_grad_()
-                loss = function(leaf, target, -100, reduction)
-                (gradient,) = torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.37))
+            leaf = rows.clone().requires_grad_()
+            loss = function(leaf, target, -100, reduction)
+            (gradient,) = torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.37))
             found.append((loss.detach(), gradient))
         (ours, d_ours), (theirs, d_theirs) = found
         if not torch.equal(ours, theirs):
