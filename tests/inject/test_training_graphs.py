@@ -345,6 +345,31 @@ def test_hooks_that_copy_what_autograd_saves():
     assert graphs.on_loan[1].replayed == 1  # when it was captured
 
 
+def test_checkpointed_shapes_take_turns():
+    """Graphs, and the memory of their inputs, are not made for every shape that comes along."""
+    trained = model(layers=1)
+    trained.checkpointing = False
+    eager, ours = twice(trained)
+    graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+
+    def step(seed, length):
+        given = {**data(seed), "x": drawn(2, length, 8, seed=seed)}
+        given = {n: t.detach() for n, t in given.items()}  # the text has no gradient
+        same(eager, ours, given)
+
+    for seed in range(3):
+        step(seed, 12)
+    assert graphs.captured == 1
+    buffers = len(graphs._inputs_on_loan)
+    for seed in range(2 * training_graphs.PATIENCE):
+        step(seed, 20)
+    assert graphs.reasons == {training_graphs.ANOTHER: training_graphs.PATIENCE - 1}
+    assert graphs.captured == 1
+    gc.collect()
+    assert len(graphs._inputs_on_loan) == buffers
+    assert replays_on_loan(graphs, lambda: step(5, 20)) == (2, 1)
+
+
 def test_a_checkpointed_step_that_ends_in_the_middle_leaves_nothing_behind():
     trained = model()
     trained.checkpointing = False

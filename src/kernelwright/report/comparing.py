@@ -108,7 +108,7 @@ def _gpu(file: Results) -> str:
 
 
 def _torch(file: Results) -> str:
-    return file.environment.torch or "unknown"
+    return file.environment.pytorch
 
 
 def _named(name: Callable[[Results], str], *runs: list[Results]) -> list[list[str]]:

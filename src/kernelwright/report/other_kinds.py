@@ -39,8 +39,7 @@ def _calibration(file: Results) -> list[Html]:
         ]
         for row in file.others
     ]
-    packages = ", ".join(file.environment.packages or ())
-    about = f"torch {file.environment.torch}" + (f" with {packages}" if packages else "")
+    about = f"torch {file.environment.pytorch}"
     note = f"Bits of the installed PyTorch ({about}), compared by `kernelwright doctor --exact`."
     return [
         tag("h3", "Calibration of exact modes"),

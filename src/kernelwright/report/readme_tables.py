@@ -259,9 +259,7 @@ def pytorch(folder: Path) -> str:
     seen: dict[tuple[str, str], _Seen] = {}
     for file in read([folder]):
         found = file.environment
-        packages = [f"with {package}" for package in found.packages or ()]
-        name = " ".join([found.torch or "unknown", *packages])
-        here = seen.setdefault((name, found.device), _Seen())
+        here = seen.setdefault((found.pytorch, found.device), _Seen())
         for row in file.exact:
             here.compared += row.elements
             here.differing += row.mismatches or 0

@@ -29,6 +29,12 @@ class Environment:
     def device(self) -> str:
         return self.gpu or CPU
 
+    @property
+    def pytorch(self) -> str:
+        """Its version, and the packages that replace kernels of it."""
+        version = self.torch or "unknown"
+        return f"{version} with {' and '.join(self.packages)}" if self.packages else version
+
 
 @dataclass(frozen=True)
 class Workload:

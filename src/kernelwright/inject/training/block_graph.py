@@ -68,8 +68,7 @@ class Loan:
     def __init__(self, graph: BlockGraph) -> None:
         self.graph = graph
         begin, size, device, layouts = graph.lendable
-        nothing = torch.UntypedStorage(0, device=device)
-        storage = unowned_storage(begin, device, size) if size else nothing
+        storage = unowned_storage(begin, device, size)
         self._alive = StorageWeakRef(storage)
         self._tensors = [
             torch.empty(0, dtype=dtype, device=device).set_(storage, *where)
@@ -260,6 +259,10 @@ class BlockGraph:
         """Give the memory of what is kept to graphs that are captured later, too: from now on a
         forward has to be called with `forward_on_loan`."""
         self.lendable, self.kept = _lendable(self.kept, self.device), []
+        if not self.lendable[
+            1
+        ]:  # its inputs, which are shared as well, have nothing to tell a loan
+            raise Refusal("its backward needs nothing but its inputs")
 
     def lent(self, kept: Sequence[Tensor]) -> bool:
         """Whether these are the values that a forward has left in memory which is lent."""

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class TrainingGraphs:
         # of graphs that share their memory
         self.on_loan = recorder(), recorder()
         self._borrowers: WeakKeyDictionary[nn.Module, Graphed] = WeakKeyDictionary()
-        self._inputs_on_loan: dict[Any, SharedBuffer] = {}
+        self._inputs_on_loan: WeakValueDictionary[Any, SharedBuffer] = WeakValueDictionary()
         self._loan: Loan | None = None
 
     @property
@@ -163,6 +163,7 @@ class TrainingGraphs:
         if found.graph is None:
             if not block.graphed.backward_ran or in_backward() or module is None:
                 return None
+            _take_turn(self._borrowers, module, found)
             found.graph = self._made(found, block, inputs, token, self._capture_on_loan)
             self._borrowers[module] = found
         elif not found.graph.reads(weights):
@@ -172,6 +173,7 @@ class TrainingGraphs:
             raise Refusal(MOVED)
         elif not found.graph.fits(given):
             raise Refusal(ALIGNMENT)
+        found.unused = 0
         self.replays += 1
         results, self._loan = found.graph.forward_on_loan(given, token)
         return results, self._loan.take()
@@ -189,10 +191,11 @@ class TrainingGraphs:
     def _buffer_on_loan(self, number: int, given: Tensor, token: int) -> SharedBuffer:
         """Memory for an input, which the graphs of all blocks share."""
         key = number, *layouts_of([given]), alignment(given)
-        if key not in self._inputs_on_loan:
-            self._inputs_on_loan[key] = SharedBuffer(given)
-        self._inputs_on_loan[key].fill(given, token)
-        return self._inputs_on_loan[key]
+        found = self._inputs_on_loan.get(key)
+        if found is None:
+            found = self._inputs_on_loan[key] = SharedBuffer(given)
+        found.fill(given, token)
+        return found
 
     def _forward(self, block: Block, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Use] | None:
         weights, given = inputs[: block.weights], inputs[block.weights :]
@@ -249,12 +252,8 @@ class TrainingGraphs:
         found, module = block.graphed, block.module()
         if found.refused is not None:
             raise Refusal(found.refused)
-        owner = None if module is None else self._owners.get(module)
-        if owner is not None and owner is not found:
-            owner.unused += 1
-            if owner.unused < PATIENCE:
-                raise Refusal(ANOTHER)
-            owner.graph, owner.captures = None, 0
+        if module is not None:
+            _take_turn(self._owners, module, found)
         graph = found.graph = self._made(found, block, inputs, token, self._capture)
         if module is not None:
             self._owners[module] = found
@@ -313,6 +312,20 @@ class TrainingGraphs:
             self._gradients[key].fill(random)
             found.append(self._gradients[key])
         return found
+
+
+def _take_turn(
+    owners: WeakKeyDictionary[nn.Module, Graphed], module: nn.Module, found: Graphed
+) -> None:
+    """Refuse a block a second graph, unless the one for inputs of another layout has not been used
+    for long: that is dropped."""
+    owner = owners.get(module)
+    if owner is None or owner is found:
+        return
+    owner.unused += 1
+    if owner.unused < PATIENCE:
+        raise Refusal(ANOTHER)
+    owner.graph, owner.captures = None, 0
 
 
 def _capturable(block: Block, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
