@@ -66,7 +66,7 @@ class Loan:
     not own it. It ends when none of them, and no view of them, is alive."""
 
     def __init__(self, graph: BlockGraph) -> None:
-        self.graph = graph
+        self._graph = graph  # as long as it lives its memory belongs to no one else
         begin, size, device, layouts = graph.lendable
         storage = unowned_storage(begin, device, size)
         self._alive = StorageWeakRef(storage)

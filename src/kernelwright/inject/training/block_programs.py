@@ -309,8 +309,9 @@ def _contributions(
     graph = bound.on_loan.graph
     if graph is None or not graph.lent(kept):
         return bound.run_backward(inputs, kept, gradients)
+    # no other forward has run in its memory as long as these tensors are alive
     assert bound.graphs is not None
-    found = bound.graphs.backward_on_loan(graph, inputs[: bound.weights], gradients)
+    found = bound.graphs.backward(graph, inputs[: bound.weights], gradients)
     if found is not None:
         return found
     with graph.exclusive():
@@ -328,7 +329,7 @@ def _from_graph(
         )
     if layouts_of(gradients) == bound.programs.layouts:
         assert bound.graphs is not None
-        found = bound.graphs.backward(use, weights, gradients)
+        found = bound.graphs.backward(use.graph, weights, gradients)
         if found is not None:
             return found
     graph = use.graph

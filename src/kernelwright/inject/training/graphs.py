@@ -119,26 +119,11 @@ class TrainingGraphs:
             self.refuse(str(reason))
             return None
 
-    def backward_on_loan(
-        self, graph: BlockGraph, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> list[Tensor] | None:
-        """The contributions of a forward of this graph whose values lie in memory that is lent;
-        None if the backward has to run without a graph."""
-        with self._lock:
-            # as long as a tensor of a loan is alive there is no other
-            is_current = self._loan is not None and self._loan.graph is graph
-            return self._backward(graph, weights, gradients) if is_current else None
-
     def backward(
-        self, use: Use, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> list[Tensor] | None:
-        """The contributions of a forward that ran as a graph, from its second graph; None if the
-        backward has to run without one."""
-        return self._backward(use.graph, weights, gradients)
-
-    def _backward(
         self, graph: BlockGraph, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor] | None:
+        """The contributions of the last forward of a graph, from its second graph; None if the
+        backward has to run without one."""
         given = [g for g in gradients if g is not None]
         why = graph.why_not_backward(weights, given)
         if capturing() or self.recorders[1].busy():
