@@ -1,5 +1,7 @@
 """CUDA graphs of blocks while gradients are recorded: eager's bits, whatever happens in between."""
 
+from functools import partial
+
 import pytest
 import torch
 from inject.trained import data, differing, drawn, gradients, model, preset, steps, twice, with_lora
@@ -37,6 +39,31 @@ def pair(trained=None, calls=4, dtype=torch.float32):
 def same(eager, ours, inputs, **how):
     expected = gradients(eager, inputs, **how)
     assert differing(gradients(ours, inputs, **how), expected) == []
+
+
+def same_on_streams_in_turn(eager, ours, dtype=torch.float32):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for seed in range(6):
+        inputs = batch(seed, dtype)
+        expected = gradients(eager, inputs)
+        stream = streams[seed % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = gradients(ours, inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        assert differing(found, expected) == []
+
+
+def most_memory(trained, inputs, calls, held):
+    """What a counter of PyTorch says of a step after so many others."""
+    for _ in range(calls):
+        gradients(trained, inputs)
+    trained.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(trained, inputs)
+    return held()
 
 
 def replays(graphs, run):
@@ -187,17 +214,7 @@ def test_checkpointed_forwards_are_replayed_twice(dtype):
     # a result of the last block has no gradient
     assert graphs.captured == 3
     assert graphs.reasons == {}
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for seed in range(6):
-        inputs = batch(seed, dtype)
-        expected = gradients(eager, inputs)
-        stream = streams[seed % 2]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            found = gradients(ours, inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        assert differing(found, expected) == []
+    same_on_streams_in_turn(eager, ours, dtype)
     assert replays(graphs, lambda: same(eager, ours, batch(9, dtype))) == 6
 
 
@@ -221,15 +238,7 @@ def test_checkpointed_blocks_share_the_memory_of_their_graphs():
     trained.enable_gradient_checkpointing()
     inputs = models.inputs("ltx-video", dtype=torch.bfloat16, device="cuda", batch=1)
 
-    def held(calls):
-        for _ in range(calls):
-            gradients(trained, inputs)
-        trained.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        gradients(trained, inputs)
-        return torch.cuda.max_memory_reserved()
-
+    held = partial(most_memory, trained, inputs, held=torch.cuda.max_memory_reserved)
     usual = held(2)
     hidden = 28 * 2**20  # more than an activation of one block
     with kw.injected(trained, graphs=True) as report:
@@ -349,17 +358,7 @@ def test_restore_between_forward_and_backward_frees_memory():
 
 def test_steps_on_streams_in_turn():
     eager, ours, graphs = pair()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for seed in range(6):
-        inputs = batch(seed)
-        expected = gradients(eager, inputs)
-        stream = streams[seed % 2]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            found = gradients(ours, inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        assert differing(found, expected) == []
+    same_on_streams_in_turn(eager, ours)
     assert graphs.captured == 2
 
 
@@ -378,15 +377,7 @@ def test_no_more_memory_than_eager(lora):
     trained = with_lora(built, "to_q", "to_k", "to_v") if lora else built.requires_grad_(True)
     inputs = models.inputs("ltx-video", dtype=torch.bfloat16, device="cuda", batch=1)
 
-    def peak(calls):
-        for _ in range(calls):
-            gradients(trained, inputs)
-        trained.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        gradients(trained, inputs)
-        return torch.cuda.max_memory_allocated()
-
+    peak = partial(most_memory, trained, inputs, held=torch.cuda.max_memory_allocated)
     usual = peak(2)
     with kw.injected(trained, graphs=True) as report:
         assert peak(5) <= usual
