@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -345,6 +344,8 @@ def test_autotune_is_torch_compile_with_max_autotune(monkeypatch):
 
 def test_torchao_is_a_peer_in_the_same_run_with_the_psnr_of_the_last_latents(monkeypatch):
     """Its float8 is stood in for: what is checked is which layers it gets, and what is compared."""
+    # diffusers looks for torchao as it is imported, and must not find what stands in for it
+    models.build("flux-dev", tiny=True, device="cpu", dtype=torch.float32)
     seen = []
 
     def quantize_(model, config, wanted):
@@ -365,7 +366,7 @@ def test_torchao_is_a_peer_in_the_same_run_with_the_psnr_of_the_last_latents(mon
     rows = list(bench.measure("flux-dev", configs, with_latents=True, **how))
     assert [row["config"] for row in rows] == list(configs), rows
     eager, ours, peer = rows
-    assert eager["psnr"] == math.inf
+    assert "psnr" not in eager  # it has its own bits
     assert seen
     assert all("blocks" in name for name in seen)
     assert 0 < ours["psnr"] < 200

@@ -164,7 +164,7 @@ def _measure(
         }
         _check(config, tier, row, accuracy.rows(expected))
         del result
-        if denoised is not None:
+        if denoised is not None and not row["equal"]:
             row |= _latents(run, inputs, config, denoised)
         if report is not None:
             row["replaced"] = report.replaced
