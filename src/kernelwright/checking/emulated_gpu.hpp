@@ -77,13 +77,18 @@ struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct half { _Float16 v; };
+#ifdef __ARM_FP16_FORMAT_IEEE  // g++ knows _Float16 there from version 13 on only
+typedef __fp16 float16;
+#else
+typedef _Float16 float16;
+#endif
+struct half { float16 v; };
 struct half2 { half x, y; };
 typedef half __half;
 typedef half2 __half2;
 static float __half2float(half v) { return v.v; }
-static half __float2half_rn(float v) { return {(_Float16)v}; }
-static half __float2half(float v) { return {(_Float16)v}; }
+static half __float2half_rn(float v) { return {(float16)v}; }
+static half __float2half(float v) { return {(float16)v}; }
 static float __low2float(half2 v) { return v.x.v; }
 static float __high2float(half2 v) { return v.y.v; }
 static half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
