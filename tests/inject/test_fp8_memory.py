@@ -13,7 +13,7 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import pinned_memory, resting, suitable_layers
+from kernelwright.inject.fp8 import memory_blocks, pinned_memory, resting, suitable_layers
 from kernelwright.inject.reuse.program_products import ProgramProducts, running
 from kernelwright.inject.runtime import forwards, model_run
 from kernelwright.inject.state.tensor_samples import TensorSamples
@@ -28,7 +28,7 @@ from .tape import graphs_on_the_cpu
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(suitable_layers, "ROWS", 4)
     monkeypatch.setattr(resting, "leaves_gpu", lambda weight: True)
-    monkeypatch.setattr(pinned_memory, "SMALLEST", 2**16)
+    monkeypatch.setattr(memory_blocks, "SMALLEST", 2**16)
 
 
 class Stack(nn.Module):

@@ -36,6 +36,7 @@ from .activations import Makers, rows_of
 from .attention import Fp8Attention
 from .compiled import FP8_LINEAR, LayersByWeight, number
 from .few_rows import activated, of_few_rows
+from .memory_blocks import GpuBlocks
 from .resting import Resting, weight_of
 from .suitable_layers import is_short, misfit
 from .weights import Pack, Quantised, quantise
@@ -58,7 +59,8 @@ class Fp8Layers:
     makers: Makers = field(default_factory=Makers)
     _packs: WeakKeyDictionary[nn.Module, Pack] = field(default_factory=WeakKeyDictionary)
     _left: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    # where the 16-bit weights are meanwhile
+    # where the fp8 weights are, and the 16-bit ones meanwhile
+    memory: GpuBlocks = field(default_factory=GpuBlocks)
     resting: Resting = field(default_factory=Resting)
     _by_weight: LayersByWeight = field(default_factory=LayersByWeight)
 
@@ -279,7 +281,7 @@ class Fp8Layers:
             if capturing():
                 return None
             quantised = [self._quantised(m, x.device) for m in layers]
-            pack = self._packs[layers[0]] = Pack.of(layers, quantised, self.samples)
+            pack = self._packs[layers[0]] = Pack.of(layers, quantised, self.samples, self.memory)
         for layer in layers:
             depend(layer.weight)
             if layer.bias is not None:
@@ -303,7 +305,7 @@ class Fp8Layers:
 
     def quantise_now(self, layer: Any, device: torch.device) -> None:
         """Quantise a layer that has not run yet and that is not on `device`, where it will run."""
-        kept = self._layers[layer] = quantise(layer, self.samples, device)
+        kept = self._layers[layer] = quantise(layer, self.samples, device, self.memory)
         self.resting.place(layer, device)
         kept.remade(layer, self.samples)
 
@@ -311,7 +313,7 @@ class Fp8Layers:
         """A layer as it is now."""
         kept = self._layers.get(layer)
         if kept is None or not self._fits(kept, layer, device):
-            kept = self._layers[layer] = quantise(layer, self.samples, device)
+            kept = self._layers[layer] = quantise(layer, self.samples, device, self.memory)
         return kept
 
     def _first_sight_together(
@@ -325,9 +327,6 @@ class Fp8Layers:
         if all(k.good for k in pack.layers):
             return seen
         del self._packs[layers[0]]
-        for k in pack.layers:
-            if k.good:  # a copy, which does not keep the memory of those that are refused
-                k.weight, k.scale = k.weight.clone(), k.scale.clone()
         return tuple(
             layer(x) if k.good else y for layer, k, y in zip(layers, pack.layers, seen, strict=True)
         )

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-# blocks grow with what is asked for: a small model does not need a large one
-SMALLEST, LARGEST = 2**22, 2**29
-ALIGNED = 256
+from .memory_blocks import MemoryBlocks
 
 
 class PinnedMemory:
@@ -26,17 +24,10 @@ class PinnedMemory:
     alive."""
 
     def __init__(self) -> None:
-        self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
-        self._total = SMALLEST  # bytes of all blocks, and of the smallest
+        self._blocks = MemoryBlocks(_pinned)
 
     def like(self, weight: Tensor) -> Tensor:
-        size = weight.nbytes
-        begin = -(-self._used // ALIGNED) * ALIGNED
-        if begin + size > self._block.numel():
-            self._block, begin = _pinned(max(size, min(LARGEST, self._total))), 0
-            self._total += self._block.numel()
-        self._used = begin + size
-        piece = self._block[begin : begin + size]
+        piece = self._blocks.take(weight.nbytes)
         alone = dlpack.from_dlpack(dlpack.to_dlpack(piece))
         return alone.view(weight.dtype).view(weight.shape)
 

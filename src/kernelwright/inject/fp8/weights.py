@@ -13,6 +13,7 @@ from ...ops import fp8
 from ..reuse.prompt_values import MadeFrom
 from ..state.tensor_samples import TensorSamples
 from ..state.weights_at_rest import is_at_rest
+from .memory_blocks import GpuBlocks, joined
 
 
 @dataclass
@@ -34,10 +35,13 @@ class Quantised:
         self.made = _made(layer, samples)
 
 
-def quantise(layer: Any, samples: TensorSamples, device: torch.device) -> Quantised:
+def quantise(
+    layer: Any, samples: TensorSamples, device: torch.device, memory: GpuBlocks
+) -> Quantised:
     """A layer as it is now; its weight need not be on `device`."""
     made = _made(layer, samples)
-    return Quantised(made, *fp8.quantize_weight(layer.weight.detach().to(device)))
+    weight, scale = fp8.quantize_weight(layer.weight.detach().to(device))
+    return Quantised(made, memory.copy_of(weight), scale)
 
 
 def _made(layer: Any, samples: TensorSamples) -> MadeFrom:
@@ -58,10 +62,17 @@ class Pack:
     few: bool | None = None  # as of a layer
 
     @staticmethod
-    def of(layers: Sequence[Any], quantised: Iterable[Quantised], samples: TensorSamples) -> Pack:
+    def of(
+        layers: Sequence[Any],
+        quantised: Iterable[Quantised],
+        samples: TensorSamples,
+        memory: GpuBlocks,
+    ) -> Pack:
         kept = tuple(quantised)
-        # not every device can concatenate fp8 tensors
-        weight = torch.cat([k.weight.view(torch.uint8) for k in kept]).view(fp8.DTYPE)
+        weight = joined([k.weight for k in kept])
+        if weight is None:  # not every device can concatenate fp8 tensors
+            together = torch.cat([k.weight.view(torch.uint8) for k in kept]).view(fp8.DTYPE)
+            weight = memory.copy_of(together)
         scale = torch.cat([k.scale for k in kept])
         biases = _biases(layers)
         for b in biases:

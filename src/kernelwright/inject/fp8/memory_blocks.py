@@ -1,0 +1,79 @@
+"""Slices of large blocks of memory.
+
+Of a GPU for fp8 weights: when a layer was quantised its 16-bit weight is freed, and PyTorch would
+put the fp8 weight of the next layer into one half of that memory, whose other half can then not be
+given back. FLUX had 18.8 GiB reserved so, of which 14.3 were in use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# blocks grow with what is asked for: a small model does not need a large one
+SMALLEST, LARGEST = 2**22, 2**29
+ALIGNED = 256
+
+
+class MemoryBlocks:
+    """Hands out slices of blocks that `allocate` makes. A block is freed with its last slice."""
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._total = SMALLEST  # bytes of all blocks, and of the smallest
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> Tensor:
+        """Bytes that are nobody else's."""
+        with self._lock:
+            begin = -(-self._used // ALIGNED) * ALIGNED
+            if begin + size > self._block.numel():
+                next_block = min(LARGEST, self._total)
+                if size > min(next_block, LARGEST // 4):  # the end of a block would stay unused
+                    self._total += size
+                    return self._allocate(size)
+                self._block, begin = self._allocate(next_block), 0
+                self._total += next_block
+            self._used = begin + size
+            return self._block[begin : begin + size]
+
+
+class GpuBlocks:
+    """Slices of blocks on each device."""
+
+    def __init__(self) -> None:
+        self._on: dict[torch.device, MemoryBlocks] = {}
+
+    def copy_of(self, t: Tensor) -> Tensor:
+        """A copy of a contiguous tensor in a slice."""
+        copy = self._of(t.device).take(t.nbytes).view(t.dtype).view(t.shape)
+        copy.view(torch.uint8).copy_(t.view(torch.uint8))  # not every device copies fp8 tensors
+        return copy
+
+    def _of(self, device: torch.device) -> MemoryBlocks:
+        if device not in self._on:
+            self._on[device] = MemoryBlocks(lambda size: _on_device(size, device))
+        return self._on[device]
+
+
+def _on_device(size: int, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # else the block would be a part of what was just freed
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous tensors as one, if each begins where the one before it ends; else None."""
+    first = pieces[0]
+    end = first.data_ptr()
+    for piece in pieces:
+        same = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or not piece.is_contiguous() or piece.data_ptr() != end:
+            return None
+        end += piece.nbytes
+    rows = sum(len(piece) for piece in pieces)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

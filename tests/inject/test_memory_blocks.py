@@ -1,0 +1,103 @@
+"""fp8 weights are slices of large blocks of memory."""
+
+import threading
+from weakref import ref
+
+import pytest
+import torch
+
+import kernelwright as kw
+from kernelwright import models
+from kernelwright.inject.fp8 import memory_blocks, suitable_layers
+from kernelwright.inject.fp8.memory_blocks import ALIGNED, GpuBlocks, MemoryBlocks, joined
+from kernelwright.inject.fp8.weights import Pack
+
+
+def on_the_cpu(sizes):
+    def allocate(size):
+        sizes.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    return allocate
+
+
+def test_slices_are_aligned_and_apart_and_blocks_grow(monkeypatch):
+    monkeypatch.setattr(memory_blocks, "SMALLEST", 2**10)
+    monkeypatch.setattr(memory_blocks, "LARGEST", 2**12)
+    sizes = []
+    blocks = MemoryBlocks(on_the_cpu(sizes))
+    taken = [blocks.take(size) for size in (100, 700, 300, 5000, 10, 2000, 1000)]
+    for number, piece in enumerate(taken, 1):
+        piece.fill_(number)
+    assert [int(t.float().mean()) for t in taken] == list(range(1, 8))
+    assert all((t.storage_offset() % ALIGNED) == 0 for t in taken)
+    # large slices are blocks of their own, and the others go on in theirs
+    assert sizes == [2**10, 2**11, 5000, 2000]
+
+
+class Pages(bytearray):
+    """Memory whose end can be seen."""
+
+
+def test_a_block_is_freed_with_its_last_slice(monkeypatch):
+    monkeypatch.setattr(memory_blocks, "SMALLEST", 2**10)
+    pages = [Pages(2**10), Pages(2**11)]
+    given = iter(pages)
+    first_block = ref(pages[0])
+    blocks = MemoryBlocks(lambda size: torch.frombuffer(next(given), dtype=torch.uint8))
+    first, second = blocks.take(512), blocks.take(512)
+    third = blocks.take(512)
+    pages.clear()
+    del first
+    assert first_block() is not None
+    del second
+    assert first_block() is None
+    third.fill_(1)
+
+
+def test_threads_get_slices_of_their_own():
+    blocks, taken = MemoryBlocks(on_the_cpu([])), []
+
+    def take():
+        taken.extend(blocks.take(ALIGNED) for _ in range(200))
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({t.data_ptr() for t in taken}) == 1600
+
+
+def test_neighbours_are_joined_without_a_copy():
+    memory = GpuBlocks()
+    given = [torch.randn(rows, 64).to(torch.float8_e4m3fn) for rows in (16, 32, 48)]
+    a, b, c = (memory.copy_of(t) for t in given)
+    whole = joined([a, b, c])
+    assert whole.shape == (96, 64)
+    assert whole.data_ptr() == a.data_ptr()
+    assert torch.equal(whole.float(), torch.cat([t.float() for t in given]))
+    assert joined([a, c]) is None
+    assert joined([b, a]) is None
+    assert joined([a, b.clone()]) is None
+
+
+@pytest.mark.parametrize("preset", ["ltx-video", "flux-dev"])
+def test_layers_that_share_a_product_share_its_memory(preset, monkeypatch):
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
+    packs, made = [], Pack.of
+
+    def of(*args):
+        packs.append(made(*args))
+        return packs[-1]
+
+    monkeypatch.setattr(Pack, "of", staticmethod(of))
+    model = models.build(preset, tiny=True, device="cpu", dtype=torch.float32)
+    inputs = models.inputs(preset, tiny=True, device="cpu", dtype=torch.float32)
+    with kw.injected(model, numerics="fp8"), torch.no_grad():
+        model(**inputs)
+        assert packs
+        for pack in packs:
+            begin = pack.layers[0].weight.data_ptr()
+            assert pack.weight.data_ptr() == begin
+            assert pack.layers[-1].weight.data_ptr() > begin
