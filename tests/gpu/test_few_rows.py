@@ -9,10 +9,10 @@ import kernelwright as kw
 from kernelwright.inject.fp8 import suitable_layers
 from kernelwright.inject.verify import accuracy
 from kernelwright.ops.case import Inputs
-from kernelwright.ops.few_rows import FP8_LINEAR_FEW_ROWS, LINEAR_FEW_ROWS
+from kernelwright.ops.few_rows import EIGHT_BIT_LINEAR_FEW_ROWS, LINEAR_FEW_ROWS
 
 pytestmark = pytest.mark.gpu
-OPS = [LINEAR_FEW_ROWS, FP8_LINEAR_FEW_ROWS]
+OPS = [LINEAR_FEW_ROWS, EIGHT_BIT_LINEAR_FEW_ROWS]
 HALF = [torch.bfloat16, torch.float16]
 
 

@@ -331,3 +331,18 @@ def test_memory_for_resting_weights_is_pinned_and_read_by_the_gpu():
     assert comparison()[0]
     copy += 1
     assert not comparison()[0]
+
+
+def test_freed_16_bit_weights_can_be_given_back(wide_flux, monkeypatch):
+    """fp8 weights do not lie in the memory that 16-bit weights have left."""
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
+    model, inputs = wide_flux
+    run(model, inputs)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    kw.inject(model, numerics="fp8")
+    run(model, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    left = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
+    assert before - torch.cuda.memory_reserved() > 0.4 * left

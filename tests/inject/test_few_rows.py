@@ -16,7 +16,7 @@ def calls(monkeypatch):
     """The calls of the two ops, which run on the CPU as they would on a GPU."""
     seen = []
     monkeypatch.setattr(few_rows, "problem", lambda x, weight, bias=None: None)
-    for op in (few_rows.LINEAR_FEW_ROWS, few_rows.FP8_LINEAR_FEW_ROWS):
+    for op in (few_rows.LINEAR_FEW_ROWS, few_rows.EIGHT_BIT_LINEAR_FEW_ROWS):
         monkeypatch.setattr(op, "run", _noted(seen, op))
     return seen
 
@@ -67,12 +67,12 @@ def test_fp8_reads_the_weights_of_the_prompt_in_eight_bits(calls):
     given = {"batch": 1, "tokens": 2}
     eager = logits(model, **given)
     kw.inject(model, numerics="fp8")
-    before = logits(model, **given)
-    assert not calls  # nothing is quantised yet
-    assert accuracy.error(before, eager) < 2**-6
+    before = logits(model, **given)  # as int8: nothing has asked for a GEMM yet
+    assert accuracy.error(before, eager) < 0.018
     logits(model, batch=2, tokens=40)  # the prompt
+    calls.clear()
     now = logits(model, **given)
-    assert {name for name, _, _ in calls} == {"fp8_linear_few_rows"}
+    assert {name for name, _, _ in calls} == {"eight_bit_linear_few_rows"}
     assert [glu for _, _, glu in calls] == [False, False, True, False] * 2
     assert not torch.equal(now, before)
     assert accuracy.error(now, eager) < 0.074
@@ -94,8 +94,8 @@ def test_gradients_and_hooks_keep_pytorchs_products(calls):
 
 
 def test_a_kernel_that_is_off_in_fp8_is_not_used(calls, monkeypatch):
-    usual = few_rows.FP8_LINEAR_FEW_ROWS.run
-    monkeypatch.setattr(few_rows.FP8_LINEAR_FEW_ROWS, "run", lambda *a: usual(*a) * 1.01)
+    usual = few_rows.EIGHT_BIT_LINEAR_FEW_ROWS.run
+    monkeypatch.setattr(few_rows.EIGHT_BIT_LINEAR_FEW_ROWS, "run", lambda *a: usual(*a) * 1.01)
     model = model_of("Llama", torch.bfloat16, **WIDE)
     given = {"batch": 1, "tokens": 2}
     eager = logits(model, **given)

@@ -21,12 +21,13 @@ def on_the_cpu(sizes):
     return allocate
 
 
-def test_slices_are_aligned_and_apart_and_blocks_grow(monkeypatch):
+def test_slices_are_aligned_and_apart(monkeypatch):
     monkeypatch.setattr(memory_blocks, "SMALLEST", 2**10)
     monkeypatch.setattr(memory_blocks, "LARGEST", 2**12)
     sizes = []
     blocks = MemoryBlocks(on_the_cpu(sizes))
-    taken = [blocks.take(size) for size in (100, 700, 300, 5000, 10, 2000, 1000)]
+    asked = [(100, 0), (700, 9), (300, 2**11), (5000, 1), (10, 1), (2000, 2**13), (1000, 1)]
+    taken = [blocks.take(*sizes) for sizes in asked]
     for number, piece in enumerate(taken, 1):
         piece.fill_(number)
     assert [int(t.float().mean()) for t in taken] == list(range(1, 8))
@@ -41,12 +42,11 @@ class Pages(bytearray):
 
 def test_a_block_is_freed_with_its_last_slice(monkeypatch):
     monkeypatch.setattr(memory_blocks, "SMALLEST", 2**10)
-    pages = [Pages(2**10), Pages(2**11)]
+    pages = [Pages(2**10), Pages(2**10)]
     given = iter(pages)
     first_block = ref(pages[0])
     blocks = MemoryBlocks(lambda size: torch.frombuffer(next(given), dtype=torch.uint8))
-    first, second = blocks.take(512), blocks.take(512)
-    third = blocks.take(512)
+    first, second, third = (blocks.take(512, 0) for _ in range(3))
     pages.clear()
     del first
     assert first_block() is not None
@@ -59,7 +59,7 @@ def test_threads_get_slices_of_their_own():
     blocks, taken = MemoryBlocks(on_the_cpu([])), []
 
     def take():
-        taken.extend(blocks.take(ALIGNED) for _ in range(200))
+        taken.extend(blocks.take(ALIGNED, 0) for _ in range(200))
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:

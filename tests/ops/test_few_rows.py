@@ -10,10 +10,11 @@ from everything import share
 from kernelwright.backends import cuda
 from kernelwright.checking import emulator, planned_kernels
 from kernelwright.ops.case import Inputs
-from kernelwright.ops.few_rows import FP8_LINEAR_FEW_ROWS, LINEAR_FEW_ROWS, problem
+from kernelwright.ops.few_rows import EIGHT_BIT_LINEAR_FEW_ROWS, LINEAR_FEW_ROWS, problem
 
-OPS = [LINEAR_FEW_ROWS, FP8_LINEAR_FEW_ROWS]
-# every second case in bfloat16, others of each op, and one in float16
+OPS = [LINEAR_FEW_ROWS, EIGHT_BIT_LINEAR_FEW_ROWS]
+INTEGERS = [c for c in EIGHT_BIT_LINEAR_FEW_ROWS.cases if "integers" in c.name and not c.large]
+# every second case in bfloat16, others of each op, and one in float16; all of int8
 SMALL = [
     (op, case, dtype)
     for turn, op in enumerate(OPS)
@@ -22,6 +23,12 @@ SMALL = [
         (torch.float16, op.cases[1:2]),
     )
     for case in cases
+    if case not in INTEGERS
+]
+SMALL += [
+    (EIGHT_BIT_LINEAR_FEW_ROWS, case, dtype)
+    for case in INTEGERS
+    for dtype in (torch.bfloat16, torch.float16)
 ]
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...backends.user_warnings import warn
-from ...ops.few_rows import FP8_LINEAR_FEW_ROWS, is_few, problem
-from ...ops.few_rows.reference import fp8_linear_few_rows
+from ...ops.few_rows import EIGHT_BIT_LINEAR_FEW_ROWS, is_few, problem
+from ...ops.few_rows.reference import eight_bit_linear_few_rows
 from ...ops.fp8.reference import ACTIVATIONS
 from ...ops.glu import SILU_MUL
 from ..graphs.capture import capturing
@@ -47,9 +47,9 @@ def of_few_rows(
         return None
     if kept.few is None and capturing():
         return None
-    y = FP8_LINEAR_FEW_ROWS(x, kept.weight, kept.scale, bias, gated)
+    y = EIGHT_BIT_LINEAR_FEW_ROWS(x, kept.weight, kept.scale, bias, gated)
     if kept.few is None:
-        expected = fp8_linear_few_rows(x, kept.weight, kept.scale, bias, gated)
+        expected = eight_bit_linear_few_rows(x, kept.weight, kept.scale, bias, gated)
         if not informative(expected):
             return expected  # zeros and NaN prove nothing
         kept.few = accuracy.error(y, expected) <= MOST_ERROR

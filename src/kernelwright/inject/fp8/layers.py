@@ -1,5 +1,8 @@
 """The tier "fp8": linear layers of a model's blocks as fp8 GEMMs.
 
+A layer that is given few rows, such as a modulation, has its weight as int8 and its rows in 16
+bits: that saves memory, and costs a third of the error.
+
 A weight is quantised when its layer first runs, and again after somebody has written to it. The
 first time a layer runs, its result is compared with its own forward: if it is off by more than
 LIMIT, the layer stays as it is, and the report says so. Otherwise its 16-bit weight leaves the GPU,
@@ -23,6 +26,7 @@ from ...backends.torch_internals import in_functorch
 from ...backends.user_warnings import warn
 from ...library_internals import base_layer, peft_children
 from ...ops import fp8
+from ...ops.few_rows import is_few
 from ..graphs.capture import capturing, depend, keep
 from ..runtime import forwards
 from ..runtime.forwards import MARK, hooked
@@ -41,10 +45,13 @@ from .resting import Resting, weight_of
 from .suitable_layers import is_short, misfit
 from .weights import Pack, Quantised, quantise
 
-DOES = "fp8 GEMM"
+DOES, KIND = "fp8 GEMM", "Linear"
+DOES_FEW_ROWS, KIND_FEW_ROWS = "int8 weight", "Linear of few rows"
 # Three bits of mantissa leave an error of 2.6% (root mean square) in each operand, 3.7% in their
-# product. Twice that means that outliers in a row have cost its small values.
-LIMIT = 0.074
+# product; integers leave 0.9% in a weight of normal distribution. Twice that means that outliers in
+# a row have cost its small values.
+LIMIT, LIMIT_INTEGERS = 0.074, 0.018
+DROPPED = "its 16-bit weight was dropped, and its int8 weight is for few rows"
 FIRST_IN_A_GRAPH = "a graph was recorded before it had run once"
 
 
@@ -83,8 +90,9 @@ class Fp8Layers:
         setattr(forward, MARK, self)
         return forward
 
-    def add(self, layer: nn.Module, name: str) -> None:
+    def add(self, layer: nn.Linear, name: str) -> None:
         self.checker.names[layer] = name
+        self.memory.expected += layer.weight.numel()
 
     def leave(self, layer: nn.Module, why: str) -> None:
         """Let a layer run in 16 bits."""
@@ -211,24 +219,34 @@ class Fp8Layers:
         if not self.wanted(layer):
             return None
         kept = self._layers.get(layer)
-        if why := misfit(layer, x, seen=kept is not None and kept.good is True):
+        few = is_few(x) and is_short(x)
+        integers = few and (kept is None or kept.integers or kept.good is None)
+        seen = kept is not None and kept.good is True and not kept.integers
+        why = misfit(layer, x, seen or integers)
+        if kept is not None and kept.integers and not integers and self.resting.is_dropped(layer):
+            why = why or DROPPED
+        if why:
             self.checker.misfits[layer] = why
             return None
-        if kept is None or not self._fits(kept, layer, x.device) or kept.good is None:
+        fits = kept is not None and self._fits(kept, layer, x.device, integers)
+        if kept is None or not fits or kept.good is None:
             if capturing():
                 self.checker.misfits[layer] = FIRST_IN_A_GRAPH
                 return None
-            kept = self._quantised(layer, x.device)
+            kept = self._quantised(layer, x.device, integers)
         depend(layer.weight)
         keep(kept)
         plain = activation == "none" and up is None and left is None
-        if kept.good and is_short(x):
+        y = None
+        if integers or (kept.good and is_short(x)):
             given = x if plain else activated(x, activation, up, left)
             y = of_few_rows(kept, given, layer.bias)
-            if y is not None:
-                return y
-        rows, scale = rows_of(x) if plain else fp8.quantize(x, up, activation, left)
-        y = fp8.product(rows, scale, kept.weight, kept.scale, layer.bias, x.dtype)
+            if y is None and integers:
+                self.checker.misfits[layer] = "no kernel for its few rows"
+                return None
+        if y is None:
+            rows, scale = rows_of(x) if plain else fp8.quantize(x, up, activation, left)
+            y = fp8.product(rows, scale, kept.weight, kept.scale, layer.bias, x.dtype)
         if kept.good is None:
             given = activated(x, activation, up, left)
             y = self._first_sight(layer, kept, given, y)
@@ -271,7 +289,7 @@ class Fp8Layers:
         """The weights of these layers in fp8, one after the other; None where some layer must run
         in 16 bits."""
         kept = [self._layers.get(m) for m in layers]
-        seen = all(k is not None and k.good is True for k in kept)
+        seen = all(k is not None and k.good is True and not k.integers for k in kept)
         if not all(map(self.wanted, layers)) or any(misfit(m, x, seen) for m in layers):
             return None
         if len({m.bias is None for m in layers}) > 1:
@@ -289,8 +307,12 @@ class Fp8Layers:
         keep(pack)
         return pack
 
-    def _fits(self, kept: Quantised, layer: Any, device: torch.device) -> bool:
-        """Whether an fp8 weight is still that of its layer, on the device it is needed on."""
+    def _fits(
+        self, kept: Quantised, layer: Any, device: torch.device, integers: bool = False
+    ) -> bool:
+        """Whether an eight-bit weight is still that of its layer, on the device it is needed on."""
+        if kept.integers is not integers:
+            return False
         if kept.is_of(layer, self.samples):
             # a dropped weight cannot be quantised again; a refused one is empty
             return kept.good is False or kept.weight.device == device
@@ -309,11 +331,12 @@ class Fp8Layers:
         self.resting.place(layer, device)
         kept.remade(layer, self.samples)
 
-    def _quantised(self, layer: Any, device: torch.device) -> Quantised:
+    def _quantised(self, layer: Any, device: torch.device, integers: bool = False) -> Quantised:
         """A layer as it is now."""
         kept = self._layers.get(layer)
-        if kept is None or not self._fits(kept, layer, device):
-            kept = self._layers[layer] = quantise(layer, self.samples, device, self.memory)
+        if kept is None or not self._fits(kept, layer, device, integers):
+            kept = quantise(layer, self.samples, device, self.memory, integers)
+            self._layers[layer] = kept
         return kept
 
     def _first_sight_together(
@@ -341,17 +364,19 @@ class Fp8Layers:
         if not informative(expected):
             return expected  # zeros and NaN prove nothing: compare again at the next call
         error = accuracy.error(result, expected)
-        kept.good = error <= LIMIT
+        kept.good = error <= (LIMIT_INTEGERS if kept.integers else LIMIT)
         problem = None
+        does, kind = (DOES_FEW_ROWS, KIND_FEW_ROWS) if kept.integers else (DOES, KIND)
         if not kept.good:
             # free the quantised copy, which nobody uses
             kept.weight = kept.scale = torch.empty(0)
-            problem = f"off by {error:.1%} in fp8" if math.isfinite(error) else "not finite"
+            how = "as int8" if kept.integers else "in fp8"
+            problem = f"off by {error:.1%} {how}" if math.isfinite(error) else "not finite"
         name = self.checker.names.get(layer, "a Linear")
         inputs = in_words((x,), {})
-        sites = {(DOES, problem or "fused"): 1}
+        sites = {(does, problem or "fused"): 1}
         self.checker.findings.append(
-            Finding(name, "Linear", inputs, sites, error=error, problem=problem)
+            Finding(name, kind, inputs, sites, error=error, problem=problem)
         )
         if problem:
             warn(f"{name} at {inputs}: {problem}; that stays eager")

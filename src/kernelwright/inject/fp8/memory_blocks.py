@@ -13,31 +13,32 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# blocks grow with what is asked for: a small model does not need a large one
 SMALLEST, LARGEST = 2**22, 2**29
+BLOCKS = 16  # of the weights of a model: one of them may stay empty
 ALIGNED = 256
 
 
 class MemoryBlocks:
-    """Hands out slices of blocks that `allocate` makes. A block is freed with its last slice."""
+    """Hands out slices of blocks that `allocate` makes, of the size that is asked for last. A block
+    is freed with its last slice."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
         self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
-        self._total = SMALLEST  # bytes of all blocks, and of the smallest
+        self.total = 0  # bytes of all blocks
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> Tensor:
-        """Bytes that are nobody else's."""
+    def take(self, size: int, block: int) -> Tensor:
+        """Bytes that are nobody else's, of a block of about so many bytes."""
         with self._lock:
             begin = -(-self._used // ALIGNED) * ALIGNED
             if begin + size > self._block.numel():
-                next_block = min(LARGEST, self._total)
-                if size > min(next_block, LARGEST // 4):  # the end of a block would stay unused
-                    self._total += size
+                block = min(LARGEST, max(SMALLEST, block))
+                if size > min(block, LARGEST // 4):  # the end of a block would stay unused
+                    self.total += size
                     return self._allocate(size)
-                self._block, begin = self._allocate(next_block), 0
-                self._total += next_block
+                self._block, begin = self._allocate(block), 0
+                self.total += block
             self._used = begin + size
             return self._block[begin : begin + size]
 
@@ -47,10 +48,12 @@ class GpuBlocks:
 
     def __init__(self) -> None:
         self._on: dict[torch.device, MemoryBlocks] = {}
+        self.expected = 0  # bytes of all tensors
 
     def copy_of(self, t: Tensor) -> Tensor:
         """A copy of a contiguous tensor in a slice."""
-        copy = self._of(t.device).take(t.nbytes).view(t.dtype).view(t.shape)
+        piece = self._of(t.device).take(t.nbytes, self.expected // BLOCKS)
+        copy = piece.view(t.dtype).view(t.shape)
         copy.view(torch.uint8).copy_(t.view(torch.uint8))  # not every device copies fp8 tensors
         return copy
 

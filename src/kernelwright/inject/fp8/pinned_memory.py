@@ -27,7 +27,8 @@ class PinnedMemory:
         self._blocks = MemoryBlocks(_pinned)
 
     def like(self, weight: Tensor) -> Tensor:
-        piece = self._blocks.take(weight.nbytes)
+        # blocks grow with what is asked for: a small model does not need a large one
+        piece = self._blocks.take(weight.nbytes, self._blocks.total)
         alone = dlpack.from_dlpack(dlpack.to_dlpack(piece))
         return alone.view(weight.dtype).view(weight.shape)
 

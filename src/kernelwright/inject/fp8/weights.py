@@ -1,4 +1,5 @@
-"""fp8 weights beside the 16-bit ones of their layers: of one layer, and of several packed."""
+"""Weights in eight bits beside the 16-bit ones of their layers: of one layer, and of several
+packed."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops import fp8
+from ...ops.few_rows import quantize_to_integers
 from ..reuse.prompt_values import MadeFrom
 from ..state.tensor_samples import TensorSamples
 from ..state.weights_at_rest import is_at_rest
@@ -18,11 +20,13 @@ from .memory_blocks import GpuBlocks, joined
 
 @dataclass
 class Quantised:
-    """The weight of a layer in fp8. `good` is None until its result was compared."""
+    """The weight of a layer in fp8, or as int8 for rows in 16 bits. `good` is None until its result
+    was compared."""
 
     made: MadeFrom
     weight: Tensor
     scale: Tensor
+    integers: bool
     good: bool | None = None
     few: bool | None = None  # whether the kernel for few rows comes near, None until it was seen
 
@@ -36,12 +40,17 @@ class Quantised:
 
 
 def quantise(
-    layer: Any, samples: TensorSamples, device: torch.device, memory: GpuBlocks
+    layer: Any,
+    samples: TensorSamples,
+    device: torch.device,
+    memory: GpuBlocks,
+    integers: bool = False,
 ) -> Quantised:
     """A layer as it is now; its weight need not be on `device`."""
     made = _made(layer, samples)
-    weight, scale = fp8.quantize_weight(layer.weight.detach().to(device))
-    return Quantised(made, memory.copy_of(weight), scale)
+    eight_bits = quantize_to_integers if integers else fp8.quantize_weight
+    weight, scale = eight_bits(layer.weight.detach().to(device))
+    return Quantised(made, memory.copy_of(weight), scale, integers)
 
 
 def _made(layer: Any, samples: TensorSamples) -> MadeFrom:

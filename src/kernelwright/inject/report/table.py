@@ -57,6 +57,14 @@ def short_kind(kind: str) -> str:
     return f"{kind.partition('.')[0]} {kind.rpartition('.')[2]}"
 
 
+# kinds of findings, and how many of them there are
+IN_EIGHT_BITS = {
+    "Linear": "layers in fp8",
+    "Linear of few rows": "layers with int8 weights",
+    "attention": "attentions in eight bits",
+}
+
+
 def summary(report: Record) -> str:
     verb = "would be replaced" if report.planned else "replaced"
     text = f"{report.replaced} modules {verb}"
@@ -73,7 +81,7 @@ def summary(report: Record) -> str:
         worst = max(f.error / f.eager_error for f in errors)  # type: ignore[operator]
         text += f"; error at most {worst:.2f} of eager's in {len(errors)} comparisons"
     in_fp8 = [f for f in findings if f.error is not None and f.eager_error is None]
-    for kind, what in (("Linear", "layers in fp8"), ("attention", "attentions in eight bits")):
+    for kind, what in IN_EIGHT_BITS.items():
         found = [f.error for f in in_fp8 if f.kind == kind and f.error is not None]
         if found:
             text += f"; {len(found)} {what}, off by at most {max(found):.1%}"

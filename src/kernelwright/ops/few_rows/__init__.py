@@ -1,6 +1,6 @@
 """Linear layers of a few rows, as decoding of language models has them: each weight is read once,
-at the speed of memory. Up to two rows with a weight in 16 bits, and up to sixteen with one in fp8,
-which has a scale for each output.
+at the speed of memory. Up to two rows with a weight in 16 bits, and up to sixteen with one in eight
+(fp8 or int8), which has a scale for each output.
 
 A step of other layers, not a public op. Sums are in float32, and in another order than cuBLAS has.
 """
@@ -12,17 +12,22 @@ from torch import Tensor
 
 from .. import checks
 from ..folder_kernels import FolderKernels
-from ..fp8.reference import DTYPE as EIGHT
+from ..fp8.reference import DTYPE as FP8
 from ..op import Op
 from . import cases, reference
+from .reference import quantize_to_integers as quantize_to_integers
 
 MOST_ROWS = 16
 MOST_ROWS_16_BITS = 2  # with more, cuBLAS reads weights as fast
 ALIGNED = 16  # bytes of a weight that a thread loads at once
 
 
+def is_eight_bits(weight: Tensor) -> bool:
+    return weight.dtype in (FP8, torch.int8)
+
+
 def most_rows(weight: Tensor) -> int:
-    return MOST_ROWS if weight.dtype == EIGHT else MOST_ROWS_16_BITS
+    return MOST_ROWS if is_eight_bits(weight) else MOST_ROWS_16_BITS
 
 
 def is_few(x: Tensor) -> bool:
@@ -43,7 +48,8 @@ def problem(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None
     """Why the kernel cannot compute this layer, or None if it can."""
     if not x.is_cuda or weight.device != x.device:
         return f"tensors are on {x.device.type}, it needs a CUDA GPU"
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype not in (x.dtype, EIGHT):
+    same = weight.dtype == x.dtype or is_eight_bits(weight)
+    if x.dtype not in (torch.bfloat16, torch.float16) or not same:
         return f"x is {x.dtype}, its weight {weight.dtype}; expected 16 bits"
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         return f"its bias is {bias.dtype}, expected {x.dtype}"
@@ -75,10 +81,10 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, glu: bool) -> None:
 
 
 def _check_eight(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, glu: bool) -> None:
-    op = "fp8_linear_few_rows"
+    op = "eight_bit_linear_few_rows"
     _check_sizes(op, x, weight, bias, glu)
-    if weight.dtype != EIGHT:
-        raise TypeError(f"{op}: weight is {weight.dtype}, expected {EIGHT}")
+    if not is_eight_bits(weight):
+        raise TypeError(f"{op}: weight is {weight.dtype}, expected {FP8} or int8")
     if scale.dtype != torch.float32 or scale.numel() != len(weight):
         raise ValueError(f"{op}: scale is {list(scale.shape)}, expected {len(weight)} of float32")
 
@@ -103,16 +109,16 @@ LINEAR_FEW_ROWS = Op(
     category="GEMM",
 )
 
-FP8_LINEAR_FEW_ROWS = Op(
-    name="fp8_linear_few_rows",
+EIGHT_BIT_LINEAR_FEW_ROWS = Op(
+    name="eight_bit_linear_few_rows",
     schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None, bool glu=False) -> Tensor",
     formula="x · (weight · scale)ᵀ + bias; with glu SiLU(first half) · second half of it",
     check=_check_eight,
     allocate=lambda x, weight, scale, bias, glu: _allocate(x, weight, glu),
-    reference=reference.fp8_linear_few_rows,
+    reference=reference.eight_bit_linear_few_rows,
     kernels=FolderKernels(__name__),
-    cases=cases.FP8_CASES,
-    sized=cases.sized_fp8,
+    cases=cases.EIGHT_BIT_CASES,
+    sized=cases.sized_eight,
     prefer=("cuda",),
     backends=("torch", "cuda"),
     internal=True,

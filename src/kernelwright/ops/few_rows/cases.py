@@ -6,6 +6,7 @@ from typing import Any
 
 from ..case import Case, Inputs
 from ..fp8 import reference as fp8
+from .reference import quantize_to_integers
 
 
 def layer(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> Any:
@@ -20,6 +21,15 @@ def eight(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> A
     def arguments(inputs: Inputs) -> dict[str, Any]:
         given = layer(rows, n, k, bias, glu)(inputs)
         weight, scale = fp8.quantize(given["weight"])
+        return given | {"weight": weight, "scale": scale}
+
+    return arguments
+
+
+def integers(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> Any:
+    def arguments(inputs: Inputs) -> dict[str, Any]:
+        given = layer(rows, n, k, bias, glu)(inputs)
+        weight, scale = quantize_to_integers(given["weight"])
         return given | {"weight": weight, "scale": scale}
 
     return arguments
@@ -40,7 +50,7 @@ def _of_a_token(made: Any) -> list[Case]:
 
 
 CASES = _of_a_token(layer)
-FP8_CASES = [
+EIGHT_BIT_CASES = [
     *_of_a_token(eight),
     Case("three rows, bias", eight(3, 96, 512, bias=True)),
     Case("eight rows", eight(8, 64, 1024)),
@@ -48,6 +58,11 @@ FP8_CASES = [
     Case("sixteen rows", eight(16, 48, 320)),
     Case("nine rows, odd number of outputs, bias", eight(9, 37, 656, bias=True)),
     Case("twelve rows, gate and up", eight(12, 74, 1552, glu=True)),
+    Case("a row, integers, bias", integers(1, 96, 272, bias=True)),
+    Case("three rows, integers, odd number of outputs, bias", integers(3, 37, 528, bias=True)),
+    Case("twelve rows, integers", integers(12, 48, 320)),
+    Case("flux, modulation", integers(1, 18432, 3072, bias=True), True, "flux"),
+    Case("qwen-image, modulation of two", integers(2, 18432, 3072, bias=True), True, "qwen"),
     Case("llama, down of eight tokens", eight(8, 4096, 14336), True, "llama"),
     Case("llama, gate and up of 16 tokens", eight(16, 28672, 4096, glu=True), True, "llama"),
 ]
@@ -57,5 +72,5 @@ def sized(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
     return layer(min(rows, 2), width, width)(inputs)
 
 
-def sized_fp8(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
+def sized_eight(inputs: Inputs, rows: int, width: int, chain: str) -> dict[str, Any]:
     return eight(min(rows, 16), width, width)(inputs)

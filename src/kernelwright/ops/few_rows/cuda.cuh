@@ -12,6 +12,8 @@ struct FewRowsArgs {
 };
 
 struct Eight { unsigned char bits; };  // e4m3
+struct Integer { signed char v; };
+template <class W> constexpr bool SCALED = sizeof(W) == 1;  // each output has a scale
 
 // 16 bytes of a weight, which no other warp reads: they stay out of the L1 cache, which has x
 __device__ __forceinline__ uint4 passing(const void* p) {
@@ -50,6 +52,16 @@ template <> struct Widened<Eight> {
       out[i] = b & 128 ? -v : v;
     }
 #endif
+  }
+};
+template <> struct Widened<Integer> {
+  static __device__ __forceinline__ void word(unsigned w, float* out) {
+    // 2^23 + (v + 128) has the byte v + 128 for its last bits: a conversion takes four times as long
+    const unsigned biased = w ^ 0x80808080u;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      out[i] = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7540 + i)) - 8388736.f;
+    }
   }
 };
 template <class W, int COUNT> __device__ __forceinline__ void widened(const uint4& v, float* out) {
@@ -112,10 +124,10 @@ __device__ __forceinline__ void few_rows(const FewRowsArgs& a) {
       const unsigned n = first + e;
       if (n >= a.n) continue;
       float y = sum[m * OUTS + e];
-      if constexpr (same<W, Eight>) y *= ((const float*)a.scale)[n];
+      if constexpr (SCALED<W>) y *= ((const float*)a.scale)[n];
       if constexpr (GLU) {
         float up = sum[m * OUTS + EACH + e];
-        if constexpr (same<W, Eight>) up *= ((const float*)a.scale)[a.n + n];
+        if constexpr (SCALED<W>) up *= ((const float*)a.scale)[a.n + n];
         y = Silu<false>::of(y) * up;
       } else if (a.bias) {
         y += widen(((const X*)a.bias)[n]);

@@ -1,4 +1,4 @@
-// y = x W^T for up to sixteen rows x and a weight in fp8, by tensor cores: the weight is read once,
+// y = x W^T for up to sixteen rows x and a weight in eight bits, by tensor cores: it is read once,
 // straight into the registers that mma.m16n8k16 takes it from, and multiplied with eight rows an
 // instruction, in 16 bits.
 //
@@ -48,10 +48,20 @@ __device__ __forceinline__ void multiply(Sums& sums, const unsigned (&w)[4], uns
 #endif
 }
 
+// Four integers as pairs of T: those of the even bytes, and those of the odd ones. BASE is the number
+// from which on T has ulps of one; a two's complement is its last seven bits, less 128 if it is negative.
+template <class T> __device__ __forceinline__ void of_integers(unsigned four, unsigned& even, unsigned& odd) {
+  constexpr unsigned BASE = same<T, half> ? 0x64006400u : 0x43004300u;  // 1024 and 128, twice
+  constexpr unsigned BITS = 0x007f007fu, SIGN = 0x00800080u;
+  even = sub_pairs<T>(BASE | (four & BITS), BASE | (four & SIGN));
+  odd = sub_pairs<T>(BASE | (four >> 8 & BITS), BASE | (four >> 8 & SIGN));
+}
+
 // Four e4m3 numbers as pairs of T: those of the even bytes, and those of the odd ones. Shifted into
 // the place of T's exponent and mantissa they are too small by a power of two, subnormal ones as well.
 // (The quantiser makes no NaN: a row with one has the scale NaN.)
-template <class T> __device__ __forceinline__ void of_eight(unsigned four, unsigned& even, unsigned& odd) {
+template <class T, class W> __device__ __forceinline__ void of_eight(unsigned four, unsigned& even, unsigned& odd) {
+  if constexpr (same<W, Integer>) return of_integers<T>(four, even, odd);
   constexpr bool HALF = same<T, half>;
   constexpr unsigned BITS = HALF ? 0x3f803f80u : 0x07f007f0u, SIGN = 0x80008000u;
   constexpr unsigned POWER = HALF ? 0x5c005c00u : 0x7b807b80u;  // 2^8 and 2^120, twice
@@ -61,18 +71,18 @@ template <class T> __device__ __forceinline__ void of_eight(unsigned four, unsig
 
 // A block has 16 outputs (with GLU, 8 gates and their ups) of OCTETS times 8 rows; its warps share the
 // width. AHEAD: loads of an output that are under way in a thread.
-template <class X, int OCTETS, int AHEAD, int WARPS, bool GLU>
+template <class X, class W, int OCTETS, int AHEAD, int WARPS, bool GLU>
 __device__ __forceinline__ void rows_by_tensor_cores(const TensorCoreRowsArgs& a) {
   constexpr int V = 16, PIECES = 2, EACH = GLU ? 8 : 16;  // weights of a load, and loads of x for them
   constexpr unsigned STEP = 4 * V;  // of the four threads that read the same output
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const unsigned first = blockIdx.x * EACH;
-  const Eight* weight[2];
+  const W* weight[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     // outputs beyond the last one are computed as the last, and not stored
     const unsigned n = min(first + g + (GLU ? 0 : 8 * h), a.n - 1) + (GLU && h ? a.n : 0);
-    weight[h] = (const Eight*)a.weight + (i64)n * a.k;
+    weight[h] = (const W*)a.weight + (i64)n * a.k;
   }
   Sums sums[OCTETS] = {};
   for (unsigned base = 0; base < a.k; base += WARPS * AHEAD * STEP) {
@@ -105,7 +115,7 @@ __device__ __forceinline__ void rows_by_tensor_cores(const TensorCoreRowsArgs& a
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const uint4& v = held[d][h];
-          of_eight<X>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w, w[h], w[2 + h]);
+          of_eight<X, W>(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w, w[h], w[2 + h]);
         }
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
