@@ -62,17 +62,39 @@ def figures_of(tmp_path, section, models, few_layers=MODELS):
     return path.read_text()
 
 
-def test_the_lead_is_the_median_of_the_models_and_ltx_video(tmp_path):
+def test_the_lead_is_the_median_of_the_models_that_have_all_columns(tmp_path):
     graphs = "exact+graphs"
+
+    def measured(name, exact, compiled):
+        return of(name, *(model_row(c, ms) for c, ms in (("eager", 100.0), *exact, *compiled)))
+
     rows = [
-        *of("dit-xl", model_row("eager"), model_row(graphs, 10.0)),
-        *of("flux-dev", model_row("eager"), model_row(graphs, 80.0)),
-        *of("ltx-video", model_row("eager"), model_row(graphs, 50.0), model_row("compile", 62.5)),
+        *measured("dit-xl", [(graphs, 10.0)], [("compile", 20.0)]),
+        *measured("flux-dev", [(graphs, 80.0)], [("compile", 100.0)]),
+        *measured("sdxl-unet", [(graphs, 1.0)], []),
+        *measured("ltx-video", [(graphs, 50.0)], [("compile", 62.5)]),
     ]
     text = figures_of(tmp_path, "lead", rows)
-    assert "| speed-up over eager | median | models | LTX-Video 49f batch 2 |" in text
-    assert "| **`exact` with CUDA graphs, bit-identical** | 2.00× | 3 | 2.00× |" in text
-    assert "| torch.compile | 1.60× | 1 | 1.60× |" in text
+    assert "| speed-up over eager | median of 3 models | LTX-Video 49f batch 2 |" in text
+    assert "| **`exact` with CUDA graphs, bit-identical** | 2.00× | 2.00× |" in text
+    assert "| torch.compile | 1.60× | 1.60× |" in text
+    assert "with CUDA graphs |" not in text  # it was not timed
+
+
+def test_fp8_stands_beside_its_peer_and_the_control(tmp_path):
+    rows = [
+        model_row("eager", steady_reserved_gib=10.0),
+        model_row("compile", 80.0, psnr=60.04),
+        model_row("fp8+graphs", 40.0, error=0.0596, psnr=49.5, steady_reserved_gib=6.2),
+        model_row("torchao+compile", 62.5, error=0.0647, psnr=48.5),
+        model_row("torchao+compile+graphs", 50.0, error=0.0647),
+    ]
+    more = of("flux-dev", model_row("eager"), model_row("fp8+graphs", 50.0, error=0.06))
+    text = figures_of(tmp_path, "fp8", [*rows, *more])
+    speed, errors = "2.50× | 2.00×", "1.0% | 1.0% | 6.0% | 6.5%"
+    latents = "60.0 dB | 49.5 dB | 48.5 dB"
+    assert f"| `ltx-video` 49f batch 2 | {speed} | {errors} | {latents} | 0.62× |" in text
+    assert "| 2.00× | – | 1.0% | – | 6.0% | – | – | – | – | – |" in text
 
 
 def test_the_main_table_begins_with_ltx_video_and_has_one_size_of_each_model(tmp_path):

@@ -69,20 +69,30 @@ def _goal(models: Sequence[Model]) -> list[Html]:
         # as they are read: to two places
         reached = sum(round(gain, 2) >= goal for gain, goal in goals)
         text += f". Of the goals set for single models {reached} of {len(goals)} are reached"
-    peers = [c for c in _configs(models) if c.startswith("compile")]
+    peers = [c for c in _configs(models) if c.startswith(("compile", "torchao"))]
     named = ", ".join(_peer(config) for config in peers) or "none was timed"
     return [tag("p", f"{text}."), tag("p", f"Peers: {named}.")]
 
 
 def _peer(config: str) -> str:
-    words = {"graphs": "as a CUDA graph", "autotune": "max-autotune"}
-    return " ".join(["torch.compile", *(words.get(w, w) for w in config.split("+")[1:])])
+    """`torchao+compile+graphs` as words.
+
+    >>> _peer("torchao+compile+graphs")
+    'torchao torch.compile as a CUDA graph'
+    """
+    words = {
+        "compile": "torch.compile",
+        "graphs": "as a CUDA graph",
+        "autotune": "max-autotune",
+        "torchao": "torchao",
+    }
+    return " ".join(words.get(word, word) for word in config.split("+"))
 
 
 def _configs(models: Iterable[Model]) -> list[str]:
     """All but eager, in the order of FIRST, then by tier."""
     found = dict.fromkeys(r.config for m in models for r in m.rows if r.config != "eager")
-    tiers = ("compile", "cache", "exact", "fused", "fp8")
+    tiers = ("compile", "cache", "exact", "fused", "fp8", "torchao")
     ranks = {config: rank for rank, config in enumerate(FIRST)}
     return sorted(found, key=lambda c: (ranks.get(c, len(ranks)), tiers.index(c.split("+")[0]), c))
 

@@ -45,6 +45,7 @@ def _model(row: Values, head: Values) -> ModelRow:
         unavailable=bool(values.get("unavailable")),
         equal=None if failed else row.flag("equal"),
         error=row.maybe("error"),
+        psnr=row.maybe("psnr"),
         first_s=row.maybe("first_s"),
         cold_s=row.maybe("cold_s"),
         warm_s=row.maybe("warm_s"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from .. import catalog
 from ..ops import ways
 from .figures import Model, Video, devices
+from .goals import GOALS
 from .reading import Results, read
 from .rows import RANDOM, ModelRow
 from .videos import psnr
@@ -39,6 +40,7 @@ def update(readme: Path, results: Path) -> None:
         "lead": lambda: lead(results / "h200" / "models"),
         "main": lambda: main(results / "h200" / "models"),
         "fp8-error": lambda: fp8_error(results / "h200" / "models"),
+        "fp8": lambda: fp8(results / "h200" / "models"),
         "slower": lambda: slower(results / "h200"),
         "models": lambda: models(results / "h200" / "models"),
         "full-depth": lambda: models(results / "h200" / "full-depth"),
@@ -81,24 +83,25 @@ def main(folder: Path) -> str:
 
 
 def lead(folder: Path) -> str:
-    """What README.md says first: the median over models, and LTX-Video."""
+    """What README.md says first: medians over the models that were measured in every way, and
+    LTX-Video."""
     _, found = one_size(folder)
+    ways = {
+        "compile": "torch.compile",
+        "compile+graphs": "torch.compile with CUDA graphs",
+        "exact+graphs": "**`exact` with CUDA graphs, bit-identical**",
+        "fp8+graphs": "`fp8` with CUDA graphs",
+    }
     first = found[0]
-    parts = []
-    for name, what in (
-        ("compile", "torch.compile"),
-        ("compile+graphs", "torch.compile with CUDA graphs"),
-        ("exact+graphs", "**`exact` with CUDA graphs, bit-identical**"),
-        ("fp8+graphs", "`fp8` with CUDA graphs"),
-    ):
-        gains = [model.speedup(row) for model in found if (row := model.row(name))]
-        own = first.row(name)
-        if gains and own:
-            middle = statistics.median(gain for gain in gains if gain)
-            parts.append(f"| {what} | {middle:.2f}× | {len(gains)} | {first.speedup(own):.2f}× |")
+    ways = {config: what for config, what in ways.items() if first.row(config)}
+    complete = [model for model in found if all(map(model.row, ways))]
     size = first.rows[0].workload.size
-    head = f"| speed-up over eager | median | models | LTX-Video {size} |"
-    return "\n".join([head, "|---|---|---|---|", *parts])
+    head = f"median of {len(complete)} models"
+    lines = [f"| speed-up over eager | {head} | LTX-Video {size} |", "|---|---|---|"]
+    for config, what in ways.items():
+        gains = [model.speedup(row) or 0.0 for model in complete if (row := model.row(config))]
+        lines.append(f"| {what} | {statistics.median(gains):.2f}× | {gains[0]:.2f}× |")
+    return "\n".join(lines)
 
 
 def fp8_error(folder: Path) -> str:
@@ -119,6 +122,43 @@ def fp8_error(folder: Path) -> str:
             own, theirs = (_range(values) for values in zip(*pairs, strict=True))
             said.append(f"{theirs} in {what} ({len(pairs)} measured), where eager is off by {own}")
     return f"Error of `fp8` against a float32 run of the same random weights: {'; '.join(said)}."
+
+
+def fp8(folder: Path) -> str:
+    """What the tier fp8 gains and costs: beside torchao, and torch.compile as the control, which
+    changes rounding alone."""
+    lines = [
+        "| `fp8` with CUDA graphs | speed-up | of torchao | error of eager | of torch.compile "
+        "| of `fp8` | of torchao | PSNR of torch.compile | of `fp8` | of torchao | GPU memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    _, found = one_size(folder)
+    for model in found:
+        eager, ours, control = map(model.row, ("eager", "fp8+graphs", "compile"))
+        peers = [row for row in model.rows if row.config.startswith("torchao") and row.ms]
+        if eager is None or ours is None:
+            continue
+        cells = [_times(model.speedup(ours))]
+        cells.append(_times(max((model.speedup(row) or 0.0 for row in peers), default=None)))
+        peer = peers[0] if peers else None
+        cells += [_share(row.error if row else None) for row in (eager, control, ours, peer)]
+        cells += [_decibels(row.psnr if row else None) for row in (control, ours, peer)]
+        held, whole = ours.steady_reserved_gib, eager.steady_reserved_gib
+        cells.append(_times(held / whole if held and whole else None))
+        lines.append(f"| {_name(model)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _decibels(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} dB"
 
 
 def slower(folder: Path) -> str:
@@ -157,8 +197,10 @@ def _models_of(folder: Path) -> tuple[list[Results], list[Model]]:
 
 def one_size(folder: Path) -> tuple[list[Results], list[Model]]:
     """The models in order of their names, LTX-Video first; of several sizes the one that was
-    measured in the most configurations."""
+    measured in the most configurations, and of those the first that has a goal."""
     files, found = _models_of(folder)
+    aims = list(GOALS)
+    found.sort(key=lambda m: aims.index(m.title) if m.title in aims else len(aims))
     best: dict[str, Model] = {}
     for model in found:
         name = model.rows[0].workload.model

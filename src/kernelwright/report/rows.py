@@ -92,6 +92,7 @@ class ModelRow:
     unavailable: bool
     equal: bool | None
     error: float | None
+    psnr: float | None  # of the last latents of a whole run to eager's, in dB
     first_s: float | None
     cold_s: float | None
     warm_s: float | None
