@@ -330,6 +330,17 @@ def test_another_size_is_one_that_the_preset_takes(name, monkeypatch):
     assert asked[1]["frames"] > models.presets()[name].tiny_sizes["frames"]
 
 
+def test_programs_are_injected_without_recipes():
+    how = {"tiny": True, "device": "cpu", "dtype": torch.float32, "seconds": 0.0}
+    found = ("exact", "exact+programs")
+    recipes, programs = bench.measure("ltx-video", found, with_error=False, **how)
+    assert recipes["equal"]
+    assert programs["equal"]
+    assert "QK-norm + RoPE" in recipes["sites"]
+    assert "QK-norm + RoPE" not in programs["sites"]
+    assert configs.tier_of("fp8+programs+graphs") == "fp8"
+
+
 def test_autotune_is_torch_compile_with_max_autotune(monkeypatch):
     """Without the graphs of that mode: the whole forward is captured as one by +graphs."""
     asked = []

@@ -65,7 +65,8 @@ def model(
         typer.Option(
             show_default=spaced(OF_ONE),
             help="What to compare, comma-separated: eager; compile, exact, fused or fp8, alone or "
-            "with +graphs (CUDA graphs); compile with +autotune or +autotune+graphs (the mode "
+            "with +graphs (CUDA graphs); exact, fused or fp8 with +programs (recipes=False) or "
+            "+programs+graphs; compile with +autotune or +autotune+graphs (the mode "
             "max-autotune), +strict, +strict_pointwise or +strict_reduction (numerics of torch "
             "2.15); exact or fused with +compile or +graphs+compile, fp8+compile; with "
             "flash-attn-4 (pip install 'kernelwright[attention]') fused+fa4+graphs, "

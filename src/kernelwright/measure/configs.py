@@ -4,10 +4,11 @@
 closer to eager's, from torch 2.15 on. "compile+graphs" is torch.compile with its whole forward as
 one CUDA graph; where a model is trained, with Inductor's own graphs of forward and backward (mode
 "reduce-overhead"). "autotune" is its mode "max-autotune", which times variants of every GEMM and
-takes minutes to compile. "fa4" is the extra `attention`. A configuration without "fa4" in its name
-runs as if the extra were not installed, so that a name means the same on every machine. "torchao"
-is a copy of the model with torchao's float8 layers, quantised by row when they run, in place of
-those that the tier "fp8" quantises.
+takes minutes to compile. "programs" is injection without recipes (`recipes=False`). "fa4" is the
+extra `attention`. A configuration without "fa4" in its name runs as if the extra were not
+installed, so that a name means the same on every machine. "torchao" is a copy of the model with
+torchao's float8 layers, quantised by row when they run, in place of those that the tier "fp8"
+quantises.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ CONFIGS = (
     "eager",
     "exact",
     "exact+graphs",
+    "exact+programs",
+    "exact+programs+graphs",
     "fused",
     "fused+graphs",
+    "fused+programs",
+    "fused+programs+graphs",
     "compile",
     "compile+strict",
     "compile+strict_pointwise",
@@ -48,6 +53,8 @@ CONFIGS = (
     "fused+graphs+compile",
     "fp8",
     "fp8+graphs",
+    "fp8+programs",
+    "fp8+programs+graphs",
     "fused+fa4+graphs",
     "fp8+fa4+graphs",
     "fp8+compile",
@@ -72,7 +79,8 @@ def configured(
     elif not fa4_installed():
         raise CannotRun("flash-attn-4 is not installed: pip install 'kernelwright[attention]'")
     if tier := tier_of(config):
-        how = injected(model, numerics=tier, graphs="graphs" in parts)
+        ways: dict[str, Any] = {"recipes": False} if "programs" in parts else {}
+        how = injected(model, numerics=tier, graphs="graphs" in parts, **ways)
         report = stack.enter_context(how)
     if "torchao" in parts:
         model = _with_torchao(model)
@@ -89,8 +97,7 @@ def configured(
 
 def tier_of(config: str) -> str | None:
     """The `numerics` for `inject`, or None for a configuration without injection."""
-    plain = ("eager", "compile", "graphs", "autotune", "fa4", "cache", "torchao", *STRICT)
-    return next((p for p in config.split("+") if p not in plain), None)
+    return next((p for p in config.split("+") if p in ("exact", "fused", "fp8")), None)
 
 
 def is_peer(config: str) -> bool:
