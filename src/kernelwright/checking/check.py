@@ -14,13 +14,11 @@ from rich.progress import track
 from .. import backends as devices
 from .. import catalog
 from ..errors import BadSetting, CannotRun
-from ..ops.case import Inputs
 from ..ops.op import Composite, Op, registry
 from .conditions import interpret_without_gpu
 from .cubins import Cubin, cubins
-from .emulator import Emulator, compiled
+from .emulator import Emulator, of_small_cases
 from .emulator import problem as emulator_problem
-from .op_cases import DTYPES, small
 from .planned_kernels import TARGETS
 from .promises import kernels_here, promises
 
@@ -118,11 +116,12 @@ def _tests(op: Op | Composite, device: str, only: Sequence[str] = ()) -> Part:
     if device == "cpu" and "cuda" in op.backends and (not only or "cuda" in only):
         emulator, unseen = _emulator(op)
     every = list(promises(op, device, only, emulator))
-    failures = []
+    failures, rows = [], []
     for promise in track(
         every, f"{op.name} on {device}", console=Console(stderr=True), transient=True
     ):
         why = promise.broken()
+        rows.append({"promise": promise.name, "broken": why})
         if why is not None:
             failures.append(f"{promise.name}: {why}")
     how = "interpreted" if device == "cpu" else "on the GPU"
@@ -131,7 +130,7 @@ def _tests(op: Op | Composite, device: str, only: Sequence[str] = ()) -> Part:
     with_kernels = " and ".join(ran) or "plain PyTorch alone: no kernel runs here"
     held = len(every) - len(failures)
     summary = f"{held} of {len(every)} hold, {with_kernels}{unseen}"
-    return Part("tests", summary, tuple(failures))
+    return Part("tests", summary, tuple(failures), rows=tuple(rows))
 
 
 def _emulator(op: Op | Composite) -> tuple[Emulator | None, str]:
@@ -140,15 +139,9 @@ def _emulator(op: Op | Composite) -> tuple[Emulator | None, str]:
         return None, ""
     why = emulator_problem()
     if why is None:
-        calls = [
-            (case.arguments(Inputs(dtype)), exact)
-            for case in small(op)
-            for dtype in DTYPES
-            for exact in (None, *op.exact)
-        ]
         with Console(stderr=True).status(f"compiling the cuda kernels of {op.name} for the CPU"):
             try:
-                return compiled(op, calls), ""
+                return of_small_cases(op), ""
             except Exception as error:  # a plan that fails is a failure of `cubins`
                 why = (str(error).splitlines() or ["?"])[0]
     return None, f"; cuda is not emulated: {why}"

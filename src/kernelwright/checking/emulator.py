@@ -29,8 +29,10 @@ from torch import Tensor
 from ..backends import Unsupported, cuda
 from ..backends.cuda import CudaLaunch
 from ..errors import CannotRun
+from ..ops.case import Inputs
 from ..ops.op import Op
 from ..ops.plan import Call
+from .op_cases import DTYPES, small
 from .planned_kernels import TARGETS
 
 GPU = Path(__file__).with_name("emulated_gpu.hpp")
@@ -169,8 +171,34 @@ def compiled(op: Op, calls: Iterable[tuple[Mapping[str, Any], str | None]]) -> E
     return Emulator(launches)
 
 
+class WhenAsked:
+    """The kernels of the small cases of an op, compiled when the first one runs."""
+
+    def __init__(self, op: Op) -> None:
+        self._op = op
+        self._made: Emulator | None = None
+
+    def run(self, launch: CudaLaunch, values: Mapping[str, Any], outputs: Sequence[str]) -> None:
+        if self._made is None:
+            self._made = of_small_cases(self._op)
+        self._made.run(launch, values, outputs)
+
+
+def of_small_cases(op: Op) -> Emulator:
+    """An emulator with the kernels of all small cases, in all dtypes and exact modes."""
+    return compiled(
+        op,
+        [
+            (case.arguments(Inputs(dtype)), exact)
+            for case in small(op)
+            for dtype in DTYPES
+            for exact in (None, *op.exact)
+        ],
+    )
+
+
 def emulated(
-    emulator: Emulator, op: Op, arguments: Mapping[str, Any], exact: str | None = None
+    emulator: Emulator | WhenAsked, op: Op, arguments: Mapping[str, Any], exact: str | None = None
 ) -> tuple[Tensor, ...] | None:
     """The outputs of the CUDA kernel, None if it does not support the call. Arguments that the op
     writes to are written to."""

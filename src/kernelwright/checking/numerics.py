@@ -6,6 +6,8 @@
 dtype under test. The error of eager is its largest in the tensor, absolute or in ulps: an error on
 one element could as well have been on another of that size. The ulp is the rounding of the output:
 a kernel that rounds once may give the other neighbour of the truth.
+
+An op without an exact mode promises more in 16 bits: float32 inside, and one rounding at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from torch import Tensor
 from ..ops.case import Case, Inputs
 
 Tensors = Tensor | tuple[Tensor, ...]
+# Half an ulp for the one rounding of a result, and what float32 leaves before it: in its functions,
+# in ulps of the result, and in sums that cancel, as a part of the largest result
+ONE_ROUNDING, IN_FLOAT32 = 0.5 + 2**-6, 2**-19
 # The largest error of eager is a property of its chain. In 16 bits the rounding of the output
 # dominates, and one draw of a case shows it; in float32 a few hundred elements of one draw show it
 # only within a factor of two or three, so more draws are taken.
@@ -96,6 +101,27 @@ def _hold(number: int, got: Tensor, truth: Tensor, eager: Tensor, known: Error) 
                 number, where, *values, int((over > 0).sum()), got.numel()
             )
         )
+
+
+def rounded_once(got: Tensors, truth: Tensors) -> None:
+    """Raise an AssertionError that names the worst element if a result in 16 bits was rounded more
+    than once, or not computed in float32."""
+    for number, (g, t) in enumerate(zip(as_tuple(got), as_tuple(truth), strict=True)):
+        if g.dtype not in (torch.float16, torch.bfloat16) or not g.numel():
+            continue
+        t = _held(t.detach(), g.dtype)
+        last, values = ulp(t, g.dtype), g.detach().double()
+        known = t.isfinite() & values.isfinite()
+        error = torch.where(known, (values - t).abs(), 0.0)
+        largest = torch.where(known, t.abs(), 0.0).max()
+        over = error - (ONE_ROUNDING * last + IN_FLOAT32 * largest)
+        if over.max() > 0:
+            at = int(over.argmax())
+            value, right, apart, off = (x.flatten()[at].item() for x in (g, t, last, error))
+            raise AssertionError(
+                f"output {number}: got {value}, truth {right}, off by {off / apart:.2f} ulps: "
+                "without an exact mode an op computes in float32 and rounds once, at the end"
+            )
 
 
 @functools.cache

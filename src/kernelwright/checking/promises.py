@@ -21,7 +21,7 @@ from ..catalog import public
 from ..ops.case import Case, Inputs
 from ..ops.op import Composite, Op
 from .conditions import poisoned_memory, rounding_interpreter
-from .emulator import Emulator, emulated
+from .emulator import Emulator, WhenAsked, emulated
 from .gradients import hold_gradients
 from .numerics import (
     as_good_as_eager,
@@ -30,6 +30,7 @@ from .numerics import (
     hold_case,
     in_eager,
     in_float64,
+    rounded_once,
     run,
     widened,
 )
@@ -82,7 +83,7 @@ def promises(
     op: Checked,
     device: str = "cpu",
     only: Collection[str] = (),
-    emulator: Emulator | None = None,
+    emulator: Emulator | WhenAsked | None = None,
 ) -> Iterator[Promise]:
     """The promises of the op on this device; `only` those of these backends. With an emulator its
     CUDA kernels run on the CPU."""
@@ -132,12 +133,18 @@ def _runs(backend: str, device: str, dtype: torch.dtype) -> bool:
 
 
 def close(op: Checked, case: Case, dtype: torch.dtype, backend: str, device: str) -> None:
-    """As close to float64 as eager PyTorch is."""
-    hold_case(op, case, dtype, lambda a: op.call(a, backend=backend), device)
+    """As close to float64 as eager PyTorch is; without an exact mode, rounded once."""
+    got = hold_case(op, case, dtype, lambda a: op.call(a, backend=backend), device)
+    if _rounds_once(op):
+        rounded_once(got, in_float64(op, case.arguments(Inputs(dtype, device))))
+
+
+def _rounds_once(op: Checked) -> bool:
+    return isinstance(op, Op) and not op.exact
 
 
 def close_emulated(
-    op: Op, case: Case, dtype: torch.dtype, exact: str | None, emulator: Emulator
+    op: Op, case: Case, dtype: torch.dtype, exact: str | None, emulator: Emulator | WhenAsked
 ) -> None:
     """The CUDA kernel, emulated, is as close to float64 as eager PyTorch is. An exact mode is held
     to this too: its bits are those of the functions of a GPU."""
@@ -145,8 +152,10 @@ def close_emulated(
     got = emulated(emulator, op, arguments, exact)
     if got is not None:
         chain = op.exact[exact] if exact else next(iter(op.exact.values()), op.reference)
-        known = eager_errors(op, case, dtype)
-        as_good_as_eager(got, in_float64(op, arguments), run(op, chain, arguments), known)
+        known, truth = eager_errors(op, case, dtype), in_float64(op, arguments)
+        as_good_as_eager(got, truth, run(op, chain, arguments), known)
+        if _rounds_once(op):
+            rounded_once(got, truth)
 
 
 def close_gradients(op: Op, case: Case, dtype: torch.dtype, device: str) -> None:

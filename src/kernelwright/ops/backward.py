@@ -21,6 +21,7 @@ from ..backends.user_warnings import warn
 from . import selection
 from .plan import Call, on_device
 from .plan_cache import PlanCache, remember
+from .rows import has_gaps, with_dense_rows
 
 Values = Mapping[str, Any]
 
@@ -94,23 +95,27 @@ def _by_kernels(
         return False
     if not all(o.numel() for o in outs.values()):
         return False  # a sum over no rows is zero, which the formula knows
-    dense = {n: _rows_dense(t) for n, t in grads.items()}
-    given = {n: _rows_dense(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+    # kernels read and write rows along the last dimension
+    dense = dict(zip(grads, with_dense_rows(grads.values()), strict=True))
+    given = dict(zip(values, with_dense_rows(values.values()), strict=True))
+    written = {n: _with_rows(t) for n, t in outs.items()}
     try:
-        for step in backward.triton(dense, given, outs):
+        for step in backward.triton(dense, given, written):
             launch(name, step)
     except Unsupported as no:
         if named:
             raise ValueError(f"{name}: backend {backend!r} cannot run this: {no}") from no
         warn(f"{name}: {no}; running the formula in PyTorch instead")
         return False
+    for n, t in written.items():
+        if t is not outs[n]:
+            outs[n].copy_(t)
     return True
 
 
-def _rows_dense(t: Tensor | None) -> Tensor | None:
-    """Kernels read rows along the last dimension; tensors of other strides are copied first."""
-    gaps = t is not None and t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1
-    return t.contiguous() if t is not None and gaps else t
+def _with_rows(t: Tensor) -> Tensor:
+    """Memory of this size that has no gaps in its rows; of this tensor, if that has none."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device) if has_gaps(t) else t
 
 
 _launches: PlanCache[tuple[Callable[[Any], None], list[str]]] = {}

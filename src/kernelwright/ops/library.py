@@ -14,6 +14,7 @@ import torch
 from ..backends.torch_internals import parse_schema
 from .call_codegen import compile_direct
 from .op_protocol import DeclaredOp
+from .rows import with_dense_rows
 from .selection import current
 
 # the name of the package: a Hub package is a copy of this folder under a name of its own
@@ -80,7 +81,7 @@ def register(op: DeclaredOp) -> Callable[..., Any]:
     def fake(*values: Any) -> Any:
         *args, exact, backend = values
         op.validate(tuple(args), None, exact or None, backend or "auto")
-        outs = op.allocate(*args)
+        outs = op.allocate(*with_dense_rows(args))
         return outs[0] if len(outs) == 1 else outs
 
     run, fake = _with_defaults(op, run), _with_defaults(op, fake)

@@ -20,6 +20,7 @@ from .. import backends
 from ..backends import Launch, Target, Unsupported
 from .call_codegen import compile_follow
 from .op_protocol import DeclaredOp
+from .rows import has_gaps, with_dense_rows
 
 Plan = Callable[[tuple[Any, ...], Any], Any]
 
@@ -67,13 +68,29 @@ def eager_plan(op: DeclaredOp, how: How, function: Callable[..., Any] | None = N
             # a chain whose parts are all absent returns its input; an op returns new memory
             for a in args:
                 if result is a:
-                    return result.clone()
-            return result
+                    result = result.clone()
+            return _as_kernels_lay_it_out(op, args, result)
         if not isinstance(out, tuple):
             return out.copy_(result)
         return tuple(r if o is None else o.copy_(r) for o, r in zip(out, result, strict=True))
 
     return run
+
+
+def _as_kernels_lay_it_out(op: DeclaredOp, args: tuple[Any, ...], result: Any) -> Any:
+    """The result with the strides that a kernel gives it, which the fake kernel has promised: where
+    arguments have gaps in their rows, PyTorch's ops return other strides."""
+    if not any(isinstance(a, Tensor) and has_gaps(a) for a in args):
+        return result
+    metas = with_dense_rows(a.to("meta") if isinstance(a, Tensor) else a for a in args)
+    found = result if isinstance(result, tuple) else (result,)
+    promised = [
+        r
+        if r.stride() == like.stride()
+        else torch.empty_like(like, device=r.device, dtype=r.dtype).copy_(r)
+        for r, like in zip(found, op.allocate(*metas), strict=True)
+    ]
+    return tuple(promised) if isinstance(result, tuple) else promised[0]
 
 
 def changed(op: DeclaredOp, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -100,7 +117,7 @@ class LaunchPlan:
     ) -> None:
         self.op, self.how = op, how
         # kernels read rows along the last dimension; tensors of other strides are copied first
-        self.copied = [i for i, a in enumerate(args) if isinstance(a, Tensor) and _gaps(a)]
+        self.copied = [i for i, a in enumerate(args) if isinstance(a, Tensor) and has_gaps(a)]
         if how.inplace and self.copied:
             name = op.arguments[self.copied[0]]
             raise ValueError(
@@ -209,7 +226,3 @@ def _launch(op: DeclaredOp, backend: str, call: Call) -> Launch:
 
     cuda: Any = op.kernels.cuda(call)
     return aot.compiled(cuda)
-
-
-def _gaps(t: Tensor) -> bool:
-    return t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1

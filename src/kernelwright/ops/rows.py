@@ -7,8 +7,9 @@ a modulation [B, 1, D] beside it is two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -88,3 +89,13 @@ def vector_width(width: int, itemsize: int, alignment: int, strides: Sequence[in
     while v > 1 and (width % v or any(s % v for s in strides)):
         v //= 2
     return v
+
+
+def has_gaps(t: Tensor) -> bool:
+    """Whether there are gaps between the elements of a row."""
+    return t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1
+
+
+def with_dense_rows(args: Iterable[Any]) -> tuple[Any, ...]:
+    """Arguments as kernels read them."""
+    return tuple(a.contiguous() if isinstance(a, Tensor) and has_gaps(a) else a for a in args)

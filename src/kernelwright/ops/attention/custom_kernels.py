@@ -18,6 +18,7 @@ from ... import backends
 from .. import gradient, hub_servers, library
 from ..plan import Call
 from ..plan_cache import PLAIN, PlanCache, remember
+from ..rows import has_gaps, with_dense_rows
 from . import sdpa
 
 ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, float? scale, bool causal"
@@ -44,9 +45,13 @@ def run(
 def allocate(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     """An output with the memory order of query, so that models merge the heads without a copy."""
     batch, heads, rows, width = *query.shape[:3], value.shape[3]
-    if query.stride(1) < query.stride(2):
+    if _heads_of_a_token_are_together(query):
         return query.new_empty(batch, rows, heads, width).transpose(1, 2)
     return query.new_empty(batch, heads, rows, width)
+
+
+def _heads_of_a_token_are_together(query: Tensor) -> bool:
+    return not has_gaps(query) and query.stride(1) < query.stride(2)
 
 
 def _run_kernel(*values: Any) -> Tensor:
@@ -63,7 +68,7 @@ def _run_kernel(*values: Any) -> Tensor:
 
 def _run_triton(*args: Any) -> Tensor:
     # the kernel reads along the last dimension; tensors of other strides are copied first
-    args = tuple(a.contiguous() if isinstance(a, Tensor) and _gaps(a) else a for a in args)
+    args = with_dense_rows(args)
     tensors = [a for a in args[:4] if a is not None]
     pointers = [t.data_ptr() for t in tensors]
     bits = functools.reduce(int.__or__, pointers, 16)
@@ -105,10 +110,6 @@ def _load(args: tuple[Any, ...], out: Tensor, alignment: int) -> Callable[[list[
     return backends.load(plan(call), values, out.device, "attention")
 
 
-def _gaps(t: Tensor) -> bool:
-    return t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1
-
-
 def _run_fa4(
     query: Tensor,
     key: Tensor,
@@ -121,7 +122,7 @@ def _run_fa4(
     result = _fa4()(q, k, v, softmax_scale=scale, causal=causal)
     # (out, logsumexp), or out alone in the first betas; [B, Sq, H, Dv] in memory
     out = (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
-    return out if query.stride(1) < query.stride(2) else out.contiguous()
+    return out if _heads_of_a_token_are_together(query) else out.contiguous()
 
 
 @functools.lru_cache
