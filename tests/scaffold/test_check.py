@@ -158,9 +158,60 @@ def test_all_cases_compiles_more_than_the_largest(tmp_path):
     with plugged(created):
         _, largest = check("check_cases", "--only", "cubins", "--target", "sm_90")
         _, every = check("check_cases", "--only", "cubins", "--target", "sm_90", "--all-cases")
-    assert "of the largest of 12 cases (--all-cases)" in largest["cubins"]["summary"]
+    assert "of the largest of 14 cases (--all-cases)" in largest["cubins"]["summary"]
     assert "of all cases" in every["cubins"]["summary"]
     assert len(every["cubins"]["rows"]) > 2 * len(largest["cubins"]["rows"])
+
+
+def test_cases_that_share_a_triton_kernel_are_compiled_once(tmp_path):
+    pytest.importorskip("triton")
+    created = create("check_shared", "triton", "gated", tmp_path / "op")
+    with plugged(created):
+        report, parts = check(
+            "check_shared", "--only", "cubins", "--target", "sm_75", "--all-cases"
+        )
+    assert report["good"], parts
+    found = [row["kernel"] for row in parts["cubins"]["rows"]]
+    assert any("[storage offset]" in name and "2-byte" in name for name in found)
+    assert not any("bfloat16" in name for name in found)  # Triton has none there
+    assert len(found) == len(set(found)) > 6
+
+
+# a change of a row reduction, which has no exact mode, and where its second rounding shows
+TWICE = {
+    "reference": ("affine(x, weight)", "x.to(input.dtype) * weight", "reference.py", "torch: rows"),
+    "kernel": (
+        "const float v = held[k].get(i) * scale;",
+        "const float v = widen(narrow<X>(held[k].get(i) * scale));",
+        "cuda.cuh",
+        "cuda emulated: rows",
+    ),
+}
+
+
+@pytest.mark.skipif(not NO_GPU or emulator.problem() is not None, reason="a GPU, or no g++")
+@pytest.mark.parametrize("where", TWICE)
+def test_a_second_rounding_is_not_good_without_an_exact_mode(where, tmp_path):
+    old, new, file, named = TWICE[where]
+    name = f"check_twice_{where}"
+    created = create(name, "cuda", "row-reduction", tmp_path / "op")
+    change(created.kernel.with_name(file), old, new)
+    with plugged(created):
+        _, parts = check(name, "--only", "tests")
+    failures = [f for f in parts["tests"]["failures"] if f.startswith(named)]
+    assert failures
+    assert all("computes in float32 and rounds once" in f for f in failures)
+
+
+def test_a_formula_that_is_not_the_derivative_is_named(tmp_path):
+    created = create("check_formula", "triton", "gated", tmp_path / "op", backward=True)
+    change(created.kernel.with_name("backward.py"), "s * (1 - s)", "s * (2 - s)")
+    with plugged(created):
+        _, parts = check("check_formula", "--only", "tests", "--backend", "torch")
+    failures = [f for f in parts["tests"]["failures"] if "is the derivative" in f]
+    assert failures
+    assert all("backward.py: `formula` is not the derivative" in f for f in failures)
+    assert all("gradient of gate" in f for f in failures)
 
 
 def test_the_reference_is_checked_before_there_is_a_kernel(tmp_path):

@@ -21,8 +21,8 @@ def page(report: Report) -> RenderableType:
         parts.add_row(Text(part.name, style="bold"), _outcome(part), f"{part.seconds:.1f} s")
     lines: list[RenderableType] = [Text(f"{report.op}: {report.formula}", style="bold"), parts]
     for part in report.parts:
-        if part.rows:
-            lines.append(_cubins(part.rows) if part.name == "cubins" else _times(part.rows))
+        if part.rows and part.name in SHOW_ROWS:
+            lines.append(SHOW_ROWS[part.name](part.rows))
     lines.append(
         Text(report.verdict, style="bold green" if report.good else "bold red"),
     )
@@ -36,7 +36,7 @@ def _outcome(part: Part) -> Text:
     for failure in part.failures[:SHOWN]:
         text.append(f"\n{failure}")
     if len(part.failures) > SHOWN:
-        text.append(f"\nand {len(part.failures) - SHOWN} more")
+        text.append(f"\nand {len(part.failures) - SHOWN} more (--json lists all)")
     return text
 
 
@@ -59,3 +59,6 @@ def _times(rows: tuple[dict[str, Any], ...]) -> RenderableType:
     from ..bench.peers import PEERS as KNOWN
 
     return table(rows, [KNOWN[name].column for name in PEERS])
+
+
+SHOW_ROWS = {"cubins": _cubins, "benchmark": _times}

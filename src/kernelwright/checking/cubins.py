@@ -135,10 +135,14 @@ def main(module: str, name: str, cases: str, *targets: str) -> None:
     for arch in targets:
         major, minor = TARGETS[arch].capability
         for k in wanted(op, "triton", arch, cases == ALL):
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                k.launch.cubin(k.call, 10 * major + minor)
-            (used,) = usage(said.getvalue())
-            compiled.append((arch, k.name, asdict(used)))
+            try:
+                with contextlib.redirect_stdout(io.StringIO()) as said:
+                    k.launch.cubin(k.call, 10 * major + minor)
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [""])[-1]
+                sys.exit(f"{k.name} for {arch}: {type(error).__name__}: {reason}")
+            # cases may share a kernel, of which ptxas reports once
+            compiled += [(arch, k.name, asdict(used)) for used in usage(said.getvalue())]
     json.dump(compiled, sys.stdout)
 
 

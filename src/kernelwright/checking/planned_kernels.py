@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import or_
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from ..backends import Target, Unsupported
 from ..ops.case import Case, Inputs
 from ..ops.op import Composite, Op, registry
 from ..ops.plan import Call
+from ..ops.rows import with_dense_rows
 
 # one GPU of each architecture, with its number of multiprocessors
 TARGETS = {
@@ -50,8 +53,10 @@ def kernels(
         if not everything:
             cases = [max(cases, key=_elements)]
         for exact in (None, *(op.exact if backend == "cuda" else ())):
+            # Triton has no bfloat16 on sm_75
+            small = torch.float16 if (backend, arch) == ("triton", "sm_75") else torch.bfloat16
             for case in cases:
-                for dtype in DTYPES if case.large else DTYPES[:1]:
+                for dtype in DTYPES if case.large else (small,):
                     yield from _planned(op, backend, arch, exact, dtype, case, 16)
                     if backend == "triton":
                         yield from _planned_backward(op, arch, dtype, case)
@@ -68,9 +73,10 @@ def _planned(
     case: Case,
     alignment: int,
 ) -> Iterator[Kernel]:
-    arguments = case.arguments(Inputs(dtype, "meta"))
+    arguments = _as_kernels_read(case, dtype)
     outputs = op.allocate(*(arguments[n] for n in op.arguments))
     values = arguments | dict(zip(op.outputs, outputs, strict=True))
+    alignment = min(alignment, _alignment(values.values()))
     call = Call(values, op=op.name, exact=exact, target=TARGETS[arch], alignment=alignment)
     try:
         launch = getattr(op.kernels, backend)(call)
@@ -85,7 +91,7 @@ def _planned_backward(op: Op, arch: str, dtype: torch.dtype, case: Case) -> Iter
     """The kernels of the gradients of all tensors."""
     if op.backward is None:
         return
-    arguments = case.arguments(Inputs(dtype, "meta"))
+    arguments = _as_kernels_read(case, dtype)
     outputs = op.allocate(*(arguments[n] for n in op.arguments))
     values = arguments | dict(zip(op.outputs, outputs, strict=True))
     grads = {n: torch.empty_like(values[n]) for n in op.outputs}
@@ -95,6 +101,18 @@ def _planned_backward(op: Op, arch: str, dtype: torch.dtype, case: Case) -> Iter
         call = Call(step.values, op=f"{op.name}_backward", exact=None, target=TARGETS[arch])
         name = f"{op.name} [{case.name}] {dtype}, backward {number}"
         yield Kernel(name, step.plan(call), call, dtype, case.large)
+
+
+def _as_kernels_read(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    arguments = case.arguments(Inputs(dtype, "meta"))
+    return dict(zip(arguments, with_dense_rows(arguments.values()), strict=True))
+
+
+def _alignment(values: Iterable[Any]) -> int:
+    """The alignment of tensors in memory that is aligned to 16 bytes."""
+    found = [t for t in values if isinstance(t, torch.Tensor)]
+    bits = functools.reduce(or_, (t.storage_offset() * t.element_size() for t in found), 16)
+    return bits & -bits
 
 
 def _elements(case: Case) -> int:

@@ -22,7 +22,7 @@ from ..ops.case import Case, Inputs
 from ..ops.op import Composite, Op
 from .conditions import poisoned_memory, rounding_interpreter
 from .emulator import Emulator, WhenAsked, emulated
-from .gradients import hold_gradients
+from .gradients import hold_gradients, seeds
 from .numerics import (
     as_good_as_eager,
     as_tuple,
@@ -294,6 +294,8 @@ def gradient(op: Checked, case: Case, device: str) -> None:
     def function(*values: Tensor) -> Any:
         return op.call(arguments | dict(zip(leaves, values, strict=True)))
 
+    if isinstance(op, Op) and op.backward is not None:
+        _as_autograd(op, arguments | leaves, leaves)
     try:
         gradcheck(function, tuple(leaves.values()), fast_mode=True)
     except GradcheckError as error:
@@ -302,6 +304,22 @@ def gradient(op: Checked, case: Case, device: str) -> None:
             f"{said} (finite differences; at a kink, such as relu's zero, there is no derivative: "
             "draw the values of the case elsewhere)"
         ) from None
+
+
+def _as_autograd(op: Op, arguments: dict[str, Any], leaves: dict[str, Tensor]) -> None:
+    """The formula of a declared backward gives the gradients of the reference in float64."""
+    outs, wanted = (as_tuple(f(arguments)) for f in (op.call, lambda a: run(op, op.reference, a)))
+    incoming = seeds(outs)
+    got = torch.autograd.grad(outs, list(leaves.values()), incoming, allow_unused=True)
+    right = torch.autograd.grad(wanted, list(leaves.values()), incoming, allow_unused=True)
+    for name, g, r in zip(leaves, got, right, strict=True):
+        r = torch.zeros_like(leaves[name]) if r is None else r
+        g = torch.zeros_like(r) if g is None else g
+        off = (g - r).abs().max().item() if g.numel() else 0.0
+        assert off <= 1e-9 * max(1.0, r.abs().max().item() if r.numel() else 1.0), (
+            f"backward.py: `formula` is not the derivative of reference.py: the gradient of {name} "
+            f"is off by {off:.1e}"
+        )
 
 
 def wrong_tensor(op: Checked, device: str) -> None:

@@ -24,4 +24,8 @@ def load() -> None:
         try:
             entry.load()
         except Exception as error:
-            warn(f"the ops of {entry.value!r} are left out, its import fails: {error}")
+            package = entry.dist.name if entry.dist else entry.value
+            warn(
+                f"the ops of {entry.value!r} are left out, its import fails: {error}; mend it, or "
+                f"pip uninstall {package}"
+            )
