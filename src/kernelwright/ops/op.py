@@ -208,10 +208,10 @@ class Op:
         if choice.backend == "hub":
             server = hub_servers.server(self.name)
             assert server is not None
-            return eager_plan(self, how, server.run)
+            return eager_plan(self, how, args, server.run)
         if choice.backend == "torch":
             self._refuse_promotion(args, exact)
-            return eager_plan(self, how)
+            return eager_plan(self, how, args)
         return self.launch_plan(args, given, how)
 
     def launch_plan(self, args: tuple[Any, ...], out: Any, how: How, alignment: int = 16) -> Plan:
@@ -227,7 +227,7 @@ class Op:
             chain = f"the eager chain {how.exact!r}" if how.exact else "the PyTorch reference"
             warn(f"{self.name}: {no}; running {chain} instead")
             self._refuse_promotion(args, how.exact)
-            return eager_plan(self, how)
+            return eager_plan(self, how, args)
 
     def _refuse_promotion(self, args: tuple[Any, ...], exact: str | None) -> None:
         """Raise if the eager chain would promote mixed dtypes: the op's result has one dtype."""

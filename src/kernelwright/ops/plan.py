@@ -54,10 +54,17 @@ class How:
     strict: bool
 
 
-def eager_plan(op: DeclaredOp, how: How, function: Callable[..., Any] | None = None) -> Plan:
-    """Run `function`, by default the reference, or the eager chain that `exact` names."""
+def eager_plan(
+    op: DeclaredOp,
+    how: How,
+    args: tuple[Any, ...] = (),
+    function: Callable[..., Any] | None = None,
+) -> Plan:
+    """Run `function`, by default the reference, or the eager chain that `exact` names. Results of
+    arguments like `args` are laid out as a kernel's are."""
     if function is None:
         function = op.exact[how.exact] if how.exact else op.reference
+    likes = _layouts_of_kernels(op, args)
 
     def run(args: tuple[Any, ...], out: Any) -> Any:
         if how.inplace:
@@ -69,7 +76,8 @@ def eager_plan(op: DeclaredOp, how: How, function: Callable[..., Any] | None = N
             for a in args:
                 if result is a:
                     result = result.clone()
-            return _as_kernels_lay_it_out(op, args, result)
+                    break
+            return result if likes is None else _laid_out(result, likes)
         if not isinstance(out, tuple):
             return out.copy_(result)
         return tuple(r if o is None else o.copy_(r) for o, r in zip(out, result, strict=True))
@@ -77,20 +85,20 @@ def eager_plan(op: DeclaredOp, how: How, function: Callable[..., Any] | None = N
     return run
 
 
-def _as_kernels_lay_it_out(op: DeclaredOp, args: tuple[Any, ...], result: Any) -> Any:
-    """The result with the strides that a kernel gives it, which the fake kernel has promised: where
-    arguments have gaps in their rows, PyTorch's ops return other strides."""
+def _layouts_of_kernels(op: DeclaredOp, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+    """Tensors with the strides of a kernel's results, where arguments have gaps in their rows:
+    PyTorch's ops return other strides then, and the fake kernel has promised these."""
     if not any(isinstance(a, Tensor) and has_gaps(a) for a in args):
+        return None
+    return op.allocate(*with_dense_rows(a.to("meta") if isinstance(a, Tensor) else a for a in args))
+
+
+def _laid_out(result: Any, likes: tuple[Tensor, ...]) -> Any:
+    if isinstance(result, tuple):
+        return tuple(_laid_out(r, (like,)) for r, like in zip(result, likes, strict=True))
+    if result.stride() == likes[0].stride():
         return result
-    metas = with_dense_rows(a.to("meta") if isinstance(a, Tensor) else a for a in args)
-    found = result if isinstance(result, tuple) else (result,)
-    promised = [
-        r
-        if r.stride() == like.stride()
-        else torch.empty_like(like, device=r.device, dtype=r.dtype).copy_(r)
-        for r, like in zip(found, op.allocate(*metas), strict=True)
-    ]
-    return tuple(promised) if isinstance(result, tuple) else promised[0]
+    return torch.empty_like(likes[0], device=result.device, dtype=result.dtype).copy_(result)
 
 
 def changed(op: DeclaredOp, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
