@@ -40,7 +40,7 @@ def update(readme: Path, results: Path) -> None:
         "lead": lambda: lead(results / "h200" / "models"),
         "main": lambda: main(results / "h200" / "models"),
         "fp8-error": lambda: fp8_error(results / "h200" / "models"),
-        "fp8": lambda: fp8(results / "h200" / "models"),
+        "fp8": lambda: fp8(results / "h200"),
         "slower": lambda: slower(results / "h200"),
         "models": lambda: models(results / "h200" / "models"),
         "full-depth": lambda: models(results / "h200" / "full-depth"),
@@ -126,14 +126,16 @@ def fp8_error(folder: Path) -> str:
 
 def fp8(folder: Path) -> str:
     """What the tier fp8 gains and costs: beside torchao, and torch.compile as the control, which
-    changes rounding alone."""
+    changes rounding alone. Runs beside torchao, in the folder fp8, stand for those of models."""
     lines = [
         "| `fp8` with CUDA graphs | speed-up | of torchao | error of eager | of torch.compile "
         "| of `fp8` | of torchao | PSNR of torch.compile | of `fp8` | of torchao | GPU memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    _, found = one_size(folder)
+    _, found = one_size(folder / "models")
+    beside = {m.title: m for m in _models_of(folder / "fp8")[1]} if _has_results(folder) else {}
     for model in found:
+        model = beside.get(model.title, model)
         eager, ours, control = map(model.row, ("eager", "fp8+graphs", "compile"))
         peers = [row for row in model.rows if row.config.startswith("torchao") and row.ms]
         if eager is None or ours is None:
@@ -147,6 +149,10 @@ def fp8(folder: Path) -> str:
         cells.append(_times(held / whole if held and whole else None))
         lines.append(f"| {_name(model)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _has_results(folder: Path) -> bool:
+    return any((folder / "fp8").glob("*.json"))
 
 
 def _times(value: float | None) -> str:
