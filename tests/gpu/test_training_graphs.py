@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from inject import training_scenarios as scenarios
 from inject.trained import data, differing, drawn, gradients, model, preset, steps, twice, with_lora
-from torch import nn
+from inject.training_scenarios import loss_of, same, same_gradients
 
 import kernelwright as kw
 from kernelwright import models
@@ -34,11 +35,6 @@ def pair(trained=None, calls=4, dtype=torch.float32):
     for seed in range(calls):
         same(eager, ours, batch(seed, dtype))
     return eager, ours, graphs
-
-
-def same(eager, ours, inputs, **how):
-    expected = gradients(eager, inputs, **how)
-    assert differing(gradients(ours, inputs, **how), expected) == []
 
 
 def same_on_streams_in_turn(eager, ours, dtype=torch.float32):
@@ -71,14 +67,6 @@ def replays(graphs, run):
     before = graphs.replays
     run()
     return graphs.replays - before
-
-
-def grads(trained):
-    return {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}
-
-
-def loss_of(trained, inputs):
-    return trained(**inputs).float().square().mean()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -127,74 +115,33 @@ def test_attention_that_does_not_repeat_itself_is_captured_too():
 
 def test_gradients_and_results_are_not_changed_by_later_steps():
     eager, ours, _ = pair()
-    found = [[], []]
-    for kept, m in zip(found, (eager, ours), strict=True):
-        m.last = nn.Identity()
-        for seed in range(4):
-            m.zero_grad(set_to_none=True)
-            result = m(**batch(seed))
-            result.square().mean().backward()
-            kept += [result.detach(), *grads(m).values()]
-    assert all(map(torch.equal, *found))
+    scenarios.later_steps_change_nothing(eager, ours, batch)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_are_accumulated(to_none):
     eager, ours, graphs = pair()
-    for _ in range(2):
-        for m in (eager, ours):
-            m.zero_grad(set_to_none=to_none)
-            for seed in range(3):
-                loss_of(m, batch(seed)).backward()
-        assert differing(grads(ours), grads(eager)) == []
+    scenarios.gradients_accumulate(eager, ours, batch, to_none)
     assert graphs.reasons == {}
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=["as run", "reversed", "summed"])
+@pytest.mark.parametrize("order", scenarios.ORDERS)
 def test_two_forwards_before_their_backwards(order):
     eager, ours, graphs = pair()
-    for _ in range(2):
-        for m in (eager, ours):
-            m.zero_grad(set_to_none=True)
-            losses = [loss_of(m, batch(seed)) for seed in (5, 6)]
-            if order is None:
-                sum(losses).backward()
-            else:
-                for i in order:
-                    losses[i].backward()
-        assert differing(grads(ours), grads(eager)) == []
+    scenarios.two_forwards_come_before_their_backwards(eager, ours, batch, order)
     assert graphs.reasons == {reasons.WAITS: 4}
     same(eager, ours, batch())
 
 
 def test_a_graph_that_is_retained_is_not_overwritten():
     eager, ours, graphs = pair()
-    for m in (eager, ours):
-        m.zero_grad(set_to_none=True)
-        loss = loss_of(m, batch())
-        loss.backward(retain_graph=True)
-        loss_of(m, batch(3)).backward()
-        loss.backward()
-    assert differing(grads(ours), grads(eager)) == []
+    scenarios.a_graph_is_retained(eager, ours, batch)
     assert graphs.reasons == {reasons.WAITS: 2}
 
 
 def test_the_first_block_is_done_before_the_second():
     eager, ours, graphs = pair()
-    found = []
-    for m in (eager, ours):
-        kept = []
-        hook = m.blocks[0].register_forward_hook(lambda *given, kept=kept: kept.append(given[-1]))
-        loss = loss_of(m, batch())
-        hook.remove()
-        weights = [list(block.parameters()) for block in m.blocks]
-        both = sum(t.square().sum() for t in kept.pop())
-        first = torch.autograd.grad(both, weights[0])
-        other = loss_of(m, batch(7))
-        second = torch.autograd.grad(loss, weights[1])
-        third = torch.autograd.grad(other, weights[0])
-        found.append([*first, *second, *third])
-    assert all(map(torch.equal, *found))
+    scenarios.the_first_block_is_done_before_the_second(eager, ours, batch)
     assert graphs.reasons == {reasons.WAITS: 2}
 
 
@@ -222,13 +169,14 @@ def test_checkpointed_forwards_are_replayed_twice(dtype):
 def test_hooks_around_what_autograd_saves(keep):
     eager, ours = twice(model(layers=3).cuda())
     graphs = kw.inject(ours, graphs=True).graphs[0].of_blocks
+
+    def run(m, seed):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = loss_of(m, batch(seed))
+        loss.backward()
+
     for seed in range(5):
-        for m in (eager, ours):
-            m.zero_grad(set_to_none=True)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-                loss = loss_of(m, batch(seed))
-            loss.backward()
-        assert differing(grads(ours), grads(eager)) == []
+        same_gradients(eager, ours, partial(run, seed=seed))
     assert graphs.replays > 0
 
 
@@ -249,23 +197,14 @@ def test_checkpointed_blocks_share_the_memory_of_their_graphs():
 
 def test_blocks_get_new_graphs_where_weights_are_moved():
     eager, ours, graphs = pair(model(layers=3))
-    weight = ours.blocks[0].up.weight
-    weight.data = weight.data.clone()
-    for seed in range(4):
-        same(eager, ours, batch(seed))
+    scenarios.a_weight_is_moved(eager, ours, batch)
     assert graphs.reasons == {reasons.MOVED: 1, reasons.ORDER: 2}
     assert graphs.captured == 3
 
 
 def test_weights_that_are_moved_before_the_backward():
     eager, ours, graphs = pair()
-    for m in (eager, ours):
-        m.zero_grad(set_to_none=True)
-        loss = loss_of(m, batch())
-        weight = m.blocks[1].up.weight
-        weight.data = weight.data.clone()
-        loss.backward()
-    assert differing(grads(ours), grads(eager)) == []
+    scenarios.weights_are_moved_before_the_backward(eager, ours, batch)
     assert "weights were moved between forward and backward" in graphs.reasons
 
 
@@ -288,18 +227,7 @@ def test_what_is_changed_between_steps_is_followed():
 def test_inference_between_forward_and_backward():
     """Graphs of the whole model are made and replayed while those of its blocks hold values."""
     eager, ours, graphs = pair()
-    for seed in range(4):
-        results = []
-        for m in (eager, ours):
-            m.zero_grad(set_to_none=True)
-            loss = loss_of(m, batch(seed))
-            m.eval()
-            with torch.no_grad():
-                results.append(m(**batch(8)))
-            m.train()
-            loss.backward()
-        assert torch.equal(*results)
-        assert differing(grads(ours), grads(eager)) == []
+    scenarios.inference_comes_between(eager, ours, batch, times=4)
     assert graphs.captured == 2
 
 
@@ -308,52 +236,19 @@ def test_autocast_and_a_scaled_loss():
     with torch.autocast("cuda", torch.bfloat16):
         same(eager, ours, batch())
     assert any("autocast" in reason for reason in graphs.reasons)
-    for m in (eager, ours):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
-        for seed in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(m, batch(seed))).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-    assert differing(ours.state_dict(), eager.state_dict()) == []
-
-
-class Stop(Exception):
-    pass
-
-
-def stop(*given):
-    raise Stop
+    scenarios.a_loss_is_scaled_and_gradients_are_clipped(eager, ours, batch, "cuda")
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_in_the_middle_leaves_nothing_behind(where):
     eager, ours, graphs = pair()
-    if where == "forward":
-        hook = ours.blocks[1].register_forward_pre_hook(stop)
-    else:
-        hook = ours.blocks[0].up.weight.register_hook(stop)
-    with pytest.raises(Stop):
-        loss_of(ours, batch()).backward()
-    hook.remove()
-    for seed in range(3):
-        same(eager, ours, batch(seed))
+    scenarios.an_exception_is_raised(eager, ours, batch, where)
     assert replays(graphs, lambda: gradients(ours, batch())) == 2
 
 
-def test_restore_between_forward_and_backward_frees_memory():
-    eager, ours, graphs = pair()
-    for m in (eager, ours):
-        m.zero_grad(set_to_none=True)
-        loss = loss_of(m, batch())
-        kw.restore(m)
-        loss.backward()
-    assert differing(grads(ours), grads(eager)) == []
-    del graphs, loss
-    same(eager, ours, batch())
+def test_restore_between_forward_and_backward():
+    eager, ours, _ = pair()
+    scenarios.it_is_restored_before_the_backward(eager, ours, batch)
 
 
 def test_steps_on_streams_in_turn():

@@ -11,13 +11,11 @@ from inject.trained import data, differing, drawn, model, steps, twice, with_lor
 from inject.training_graphs import (  # noqa: F401
     alignment_of_new_memory,
     counts,
-    grads,
     graphs_without_a_gpu,
     injected_pair,
-    loss_of,
     recordings,
-    same,
 )
+from inject.training_scenarios import grads, loss_of, same
 from kernelwright.inject.training import graphs as training_graphs
 
 

@@ -6,26 +6,26 @@ import copy
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import kernelwright as kw
+from inject import training_scenarios as scenarios
 from inject.trained import data, differing, drawn, gradients, model, steps, twice, with_lora
 from inject.training_graphs import (  # noqa: F401
     Overwriting,
     UnkindGraphs,
     alignment_of_new_memory,
     counts,
-    grads,
     graphs_without_a_gpu,
     injected_pair,
-    loss_of,
     recordings,
     replayed,
-    same,
 )
+from inject.training_scenarios import grads, loss_of, same, same_gradients
 from kernelwright.inject.training import graphs as training_graphs
 from kernelwright.inject.training.block_graph import OTHER_BITS
 
@@ -82,47 +82,21 @@ def test_nothing_is_captured_before_a_backward_has_run():
 
 def test_gradients_and_results_are_not_changed_by_later_steps():
     eager, ours, graphs = injected_pair(model())
-    for m in (eager, ours):
-        m.last = nn.Identity()  # the last block's result is that of the model
-    found = [[], []]
-    for kept, m in zip(found, (eager, ours), strict=True):
-        for seed in range(4):
-            m.zero_grad(set_to_none=True)
-            result = m(**data(seed))
-            result.square().mean().backward()
-            kept += [result.detach(), *grads(m).values()]
-    assert all(map(torch.equal, *found))
+    scenarios.later_steps_change_nothing(eager, ours, data)
     assert graphs.captured == 2
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_are_accumulated(to_none):
     eager, ours, graphs = injected_pair(model())
-
-    def run():
-        for _ in range(2):
-            for m in (eager, ours):
-                m.zero_grad(set_to_none=to_none)
-                for seed in range(3):
-                    loss_of(m, data(seed)).backward()
-            assert differing(grads(ours), grads(eager)) == []
-
+    run = partial(scenarios.gradients_accumulate, eager, ours, data, to_none)
     assert replayed(graphs, run) == (12, 12)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), None], ids=["as run", "reversed", "summed"])
+@pytest.mark.parametrize("order", scenarios.ORDERS)
 def test_two_forwards_before_their_backwards(order):
     eager, ours, graphs = injected_pair(model())
-    for _ in range(2):
-        for m in (eager, ours):
-            m.zero_grad(set_to_none=True)
-            losses = [loss_of(m, data(seed)) for seed in (5, 6)]
-            if order is None:
-                sum(losses).backward()
-            else:
-                for i in order:
-                    losses[i].backward()
-        assert differing(grads(ours), grads(eager)) == []
+    scenarios.two_forwards_come_before_their_backwards(eager, ours, data, order)
     assert graphs.reasons == {training_graphs.WAITS: 4}
     assert replayed(graphs, lambda: same(eager, ours, data())) == (2, 2)
 
@@ -137,15 +111,7 @@ def test_a_forward_without_a_backward_frees_its_graph_when_it_is_dropped():
 
 def test_a_graph_that_is_retained_is_not_overwritten():
     eager, ours, graphs = injected_pair(model())
-    found = []
-    for m in (eager, ours):
-        m.zero_grad(set_to_none=True)
-        loss = loss_of(m, data())
-        loss.backward(retain_graph=True)
-        loss_of(m, data(3)).backward()
-        loss.backward()
-        found.append(grads(m))
-    assert differing(*found) == []
+    scenarios.a_graph_is_retained(eager, ours, data)
     assert graphs.reasons == {training_graphs.WAITS: 2}
     assert replayed(graphs, lambda: same(eager, ours, data())) == (2, 2)
 
@@ -159,23 +125,8 @@ def test_a_second_backward_without_retaining_raises_as_in_eager():
 
 
 def test_the_first_block_is_done_before_the_second():
-    """Values that the second block still needs may lie in memory that the graph of the first one
-    writes to."""
     eager, ours, graphs = injected_pair(model())
-    found = []
-    for m in (eager, ours):
-        kept = []
-        hook = m.blocks[0].register_forward_hook(lambda *given, kept=kept: kept.append(given[-1]))
-        loss = loss_of(m, data())
-        hook.remove()
-        weights = [list(block.parameters()) for block in m.blocks]
-        both = sum(t.square().sum() for t in kept.pop())
-        first = torch.autograd.grad(both, weights[0])
-        other = loss_of(m, data(7))
-        second = torch.autograd.grad(loss, weights[1])
-        third = torch.autograd.grad(other, weights[0])
-        found.append([*first, *second, *third])
-    assert all(map(torch.equal, *found))
+    scenarios.the_first_block_is_done_before_the_second(eager, ours, data)
     assert graphs.reasons == {training_graphs.WAITS: 2}
 
 
@@ -203,13 +154,7 @@ def test_weights_that_are_moved_at_every_step_get_no_graph_in_the_end():
 
 def test_weights_that_are_moved_before_the_backward():
     eager, ours, graphs = injected_pair(model())
-    for m in (eager, ours):
-        m.zero_grad(set_to_none=True)
-        loss = loss_of(m, data())
-        weight = m.blocks[1].up.weight
-        weight.data = weight.data.clone()
-        loss.backward()
-    assert differing(grads(ours), grads(eager)) == []
+    scenarios.weights_are_moved_before_the_backward(eager, ours, data)
     assert "weights were moved between forward and backward" in graphs.reasons
 
 
@@ -224,16 +169,17 @@ def test_a_weight_written_to_before_the_backward_raises_as_in_eager():
 
 def test_a_switch_changed_before_the_backward_is_followed():
     eager, ours, graphs = injected_pair(model())
-    for m in (eager, ours):
-        m.zero_grad(set_to_none=True)
+    before = torch.are_deterministic_algorithms_enabled()
+
+    def run(m):
         loss = loss_of(m, data())
-        before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(not before)
         try:
             loss.backward()
         finally:
             torch.use_deterministic_algorithms(before)
-    assert differing(grads(ours), grads(eager)) == []
+
+    same_gradients(eager, ours, run)
     assert any("switch of PyTorch" in reason for reason in graphs.reasons)
 
 
@@ -298,18 +244,7 @@ def test_an_optimizer_that_runs_in_the_backward():
 
 def test_inference_between_forward_and_backward():
     eager, ours, graphs = injected_pair(model())
-    for seed in range(2):
-        results = []
-        for m in (eager, ours):
-            m.zero_grad(set_to_none=True)
-            loss = loss_of(m, data(seed))
-            m.eval()
-            with torch.no_grad():
-                results.append(m(**data(8)))
-            m.train()
-            loss.backward()
-        assert torch.equal(*results)
-        assert differing(grads(ours), grads(eager)) == []
+    scenarios.inference_comes_between(eager, ours, data, times=2)
     assert graphs.captured == 2
 
 
@@ -323,52 +258,20 @@ def test_autocast_is_told():
 
 def test_a_scaled_loss_and_clipped_gradients():
     eager, ours, graphs = injected_pair(model())
-    for m in (eager, ours):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
-        for seed in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(m, data(seed))).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-    assert differing(ours.state_dict(), eager.state_dict()) == []
+    scenarios.a_loss_is_scaled_and_gradients_are_clipped(eager, ours, data, "cpu")
     assert graphs.captured == 2
-
-
-class Stop(Exception):
-    pass
-
-
-def stop(*given):
-    raise Stop
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_in_the_middle_leaves_nothing_behind(where):
     eager, ours, graphs = injected_pair(model())
-    if where == "forward":
-        hook = ours.blocks[1].register_forward_pre_hook(stop)
-    else:
-        hook = ours.blocks[0].up.weight.register_hook(stop)
-    with pytest.raises(Stop):
-        loss_of(ours, data()).backward()
-    hook.remove()
-    for seed in range(3):
-        same(eager, ours, data(seed))
+    scenarios.an_exception_is_raised(eager, ours, data, where)
     assert replayed(graphs, lambda: same(eager, ours, data())) == (2, 2)
 
 
 def test_restore_between_forward_and_backward():
     eager, ours, _ = injected_pair(model())
-    for m in (eager, ours):
-        m.zero_grad(set_to_none=True)
-        loss = loss_of(m, data())
-        kw.restore(m)
-        loss.backward()
-    assert differing(grads(ours), grads(eager)) == []
-    same(eager, ours, data())
+    scenarios.it_is_restored_before_the_backward(eager, ours, data)
 
 
 def test_restore_frees_the_memory_of_graphs():
@@ -488,10 +391,7 @@ def test_blocks_that_were_captured_in_another_order():
     """The first block gets a new graph, so its values may lie where the second one's graph writes:
     that one gets a new one too."""
     eager, ours, graphs = injected_pair(model(layers=3))
-    weight = ours.blocks[0].up.weight
-    weight.data = weight.data.clone()
-    for seed in range(4):
-        same(eager, ours, data(seed))
+    scenarios.a_weight_is_moved(eager, ours, data)
     assert graphs.reasons == {training_graphs.MOVED: 1, training_graphs.ORDER: 2}
     assert replayed(graphs, lambda: same(eager, ours, data())) == (3, 3)
 

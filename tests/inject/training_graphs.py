@@ -9,7 +9,8 @@ import pytest
 
 import kernelwright as kw
 from inject.stand_in import Again, CpuGraphs, alignment_of_new_memory, tensors  # noqa: F401
-from inject.trained import data, differing, gradients, twice
+from inject.trained import data, twice
+from inject.training_scenarios import same
 from kernelwright.inject import planning
 from kernelwright.inject.graphs import graphs as graphs_module
 
@@ -70,11 +71,6 @@ def injected_pair(trained, calls=3, **how):
     return eager, ours, found.of_blocks
 
 
-def same(eager, ours, inputs, **how):
-    expected = gradients(eager, inputs, **how)
-    assert differing(gradients(ours, inputs, **how), expected) == []
-
-
 def counts(graphs):
     """Captures and replays of forwards, and of backwards."""
     return [(r.recorded, r.replayed) for r in graphs.recorders]
@@ -85,11 +81,3 @@ def replayed(graphs, run):
     before = [n for _, n in counts(graphs)]
     run()
     return tuple(n - b for (_, n), b in zip(counts(graphs), before, strict=True))
-
-
-def grads(trained):
-    return {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}
-
-
-def loss_of(trained, inputs):
-    return trained(**inputs).float().square().mean()
