@@ -2,6 +2,7 @@
 share their memory, and have eager's bits whatever the hooks do."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from inject.training_graphs import (  # noqa: F401
 )
 from inject.training_scenarios import grads, loss_of, same
 from kernelwright.inject.training import graphs as training_graphs
+from kernelwright.inject.training.block_graph import BlockGraph
 
 
 def replays_on_loan(graphs, run):
@@ -157,3 +159,18 @@ def test_a_checkpointed_step_that_ends_in_the_middle_leaves_nothing_behind():
         hook.remove()
         same(eager, ours, data(6))
     assert replays_on_loan(graphs, lambda: same(eager, ours, data(7)))[1] > 0
+
+
+def test_what_lies_in_memory_of_a_graph_is_handed_out_as_a_copy():
+    kept, given, lent, own = (torch.arange(4.0) + i for i in range(4))
+    place = lent.untyped_storage()
+    graph = SimpleNamespace(
+        kept=[kept], inputs=[given, torch.empty(0)], lendable=(place.data_ptr(), place.nbytes())
+    )
+    asked = [kept[1:], given, lent[2:], own, None]
+    found = BlockGraph.apart(graph, asked)
+    assert found[3] is own
+    assert found[4] is None
+    for copied, original in zip(found[:3], asked[:3], strict=True):
+        assert torch.equal(copied, original)
+        assert copied.untyped_storage().data_ptr() != original.untyped_storage().data_ptr()
