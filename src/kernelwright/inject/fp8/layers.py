@@ -1,7 +1,7 @@
 """The tier "fp8": linear layers of a model's blocks as fp8 GEMMs.
 
 A layer that is given few rows, such as a modulation, has its weight as int8 and its rows in 16
-bits: that saves memory, and costs a third of the error.
+bits: half the memory, with a third of the error of fp8.
 
 A weight is quantised when its layer first runs, and again after somebody has written to it. The
 first time a layer runs, its result is compared with its own forward: if it is off by more than
