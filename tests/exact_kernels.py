@@ -10,7 +10,8 @@ from kernelwright.backends import HOPPER, Unsupported
 from kernelwright.ops import ways
 from kernelwright.ops.case import Inputs
 from kernelwright.ops.op import Op, registry
-from kernelwright.ops.plan import Call, _gaps
+from kernelwright.ops.plan import Call
+from kernelwright.ops.rows import has_gaps
 
 EXACT = [
     op for op in registry().values() if isinstance(op, Op) and op.exact and "cuda" in op.backends
@@ -65,7 +66,7 @@ def planned(op, case, chain, dtype, target=HOPPER):
     follows from its storage offset."""
     arguments = case.arguments(Inputs(dtype, "meta"))
     for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and _gaps(value):
+        if isinstance(value, torch.Tensor) and has_gaps(value):
             arguments[name] = value.contiguous()
     outputs = op.allocate(*(arguments[n] for n in op.arguments))
     if not any(o.numel() for o in outputs):

@@ -113,7 +113,7 @@ def write_results(folder, kind, *rows, name=None, head=None, **environment):
     return path
 
 
-MEASURED = Path(__file__).parents[1] / "results"
+MEASURED = Path(__file__).parents[1] / "results" / "h200"
 
 
 def invoked(command):

@@ -26,6 +26,7 @@ from ..backends import HOPPER, Unsupported
 from ..ops.case import Inputs
 from ..ops.op import Op, registry
 from ..ops.plan import Call
+from ..ops.rows import with_dense_rows
 from . import package
 from .build_files import ARCHS, INCLUDE, REGISTRATION, build_files
 from .digest import seal
@@ -130,8 +131,7 @@ def instances(cases: str = "models") -> dict[str, list[CudaLaunch]]:
 def launches(op: Op, arguments: Mapping[str, Any]) -> Iterator[CudaLaunch]:
     """What the cuda backend launches for these arguments, free and in each exact mode. A tensor
     with a storage offset is planned twice: as if it were aligned, and with its real alignment."""
-    args = [arguments[n] for n in op.arguments]
-    args = [a.contiguous() if isinstance(a, Tensor) and _gaps(a) else a for a in args]
+    args = with_dense_rows(arguments[n] for n in op.arguments)
     outs = op.allocate(*args)
     if all(o.numel() == 0 for o in outs):
         return
@@ -189,10 +189,6 @@ def assemble(library: Path, out: Path, made: Extension) -> Path:
 
 def _runs(path: str) -> bool:
     return os.access(path, os.X_OK)
-
-
-def _gaps(t: Tensor) -> bool:
-    return t.ndim > 0 and t.shape[-1] > 1 and t.stride(-1) != 1
 
 
 def _write(path: Path, text: str) -> Path:
