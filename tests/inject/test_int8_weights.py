@@ -6,6 +6,7 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright.inject.fp8 import memory_blocks, resting
+from kernelwright.inject.runtime import forwards
 from kernelwright.inject.state.weights_at_rest import is_at_rest
 from kernelwright.inject.verify import accuracy
 
@@ -115,3 +116,15 @@ def test_gradients_are_recorded_in_16_bits(model, rows):
     assert torch.equal(model(rows[:3]), eager(model, rows[:3]))
     with torch.no_grad():
         assert accuracy.error(model(rows[:3]), eager(model, rows[:3])) <= INT8
+
+
+def test_a_layer_that_was_quantised_ahead_gets_integers_in_the_same_memory(model, rows):
+    expected = eager(model, rows[:3])
+    kw.inject(model, numerics="fp8")
+    layers = getattr(forwards.installed(model.blocks[0]), forwards.MARK)
+    layers.quantise_now(model.blocks[0], torch.device("cpu"))
+    ahead = layers._layers[model.blocks[0]].weight
+    assert accuracy.error(model(rows[:3]), expected) <= INT8
+    kept = layers._layers[model.blocks[0]]
+    assert kept.integers
+    assert kept.weight.data_ptr() == ahead.data_ptr()

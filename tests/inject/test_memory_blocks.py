@@ -82,6 +82,17 @@ def test_neighbours_are_joined_without_a_copy():
     assert joined([a, b.clone()]) is None
 
 
+def test_a_copy_takes_the_place_of_another_of_its_size():
+    memory = GpuBlocks()
+    first = memory.copy_of(torch.ones(4, 64).to(torch.float8_e4m3fn))
+    second = memory.copy_of(torch.full((4, 64), 7, dtype=torch.int8), instead=first)
+    assert second.dtype == torch.int8
+    assert second.data_ptr() == first.data_ptr()
+    assert (second == 7).all()
+    other = memory.copy_of(torch.full((4, 32), 7, dtype=torch.int8), instead=first)
+    assert other.data_ptr() != first.data_ptr()
+
+
 @pytest.mark.parametrize("preset", ["ltx-video", "flux-dev"])
 def test_layers_that_share_a_product_share_its_memory(preset, monkeypatch):
     monkeypatch.setattr(suitable_layers, "ROWS", 4)

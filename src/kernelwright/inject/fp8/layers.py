@@ -335,7 +335,9 @@ class Fp8Layers:
         """A layer as it is now."""
         kept = self._layers.get(layer)
         if kept is None or not self._fits(kept, layer, device, integers):
-            kept = quantise(layer, self.samples, device, self.memory, integers)
+            # a weight that was quantised ahead, and has not been used
+            unused = kept.weight if kept is not None and kept.good is None else None
+            kept = quantise(layer, self.samples, device, self.memory, integers, unused)
             self._layers[layer] = kept
         return kept
 

@@ -50,9 +50,13 @@ class GpuBlocks:
         self._on: dict[torch.device, MemoryBlocks] = {}
         self.expected = 0  # bytes of all tensors
 
-    def copy_of(self, t: Tensor) -> Tensor:
-        """A copy of a contiguous tensor in a slice."""
-        piece = self._of(t.device).take(t.nbytes, self.expected // BLOCKS)
+    def copy_of(self, t: Tensor, instead: Tensor | None = None) -> Tensor:
+        """A copy of a contiguous tensor in a slice; in that of another one, which nobody reads any
+        more, if it is as large."""
+        if instead is not None and (instead.device, instead.shape) == (t.device, t.shape):
+            piece = instead.view(torch.uint8)
+        else:
+            piece = self._of(t.device).take(t.nbytes, self.expected // BLOCKS)
         copy = piece.view(t.dtype).view(t.shape)
         copy.view(torch.uint8).copy_(t.view(torch.uint8))  # not every device copies fp8 tensors
         return copy

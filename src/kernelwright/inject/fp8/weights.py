@@ -45,12 +45,14 @@ def quantise(
     device: torch.device,
     memory: GpuBlocks,
     integers: bool = False,
+    instead: Tensor | None = None,
 ) -> Quantised:
-    """A layer as it is now; its weight need not be on `device`."""
+    """A layer as it is now, in the memory of `instead` if that is given; its 16-bit weight need not
+    be on `device`."""
     made = _made(layer, samples)
     eight_bits = quantize_to_integers if integers else fp8.quantize_weight
     weight, scale = eight_bits(layer.weight.detach().to(device))
-    return Quantised(made, memory.copy_of(weight), scale, integers)
+    return Quantised(made, memory.copy_of(weight, instead), scale, integers)
 
 
 def _made(layer: Any, samples: TensorSamples) -> MadeFrom:
