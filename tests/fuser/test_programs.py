@@ -195,6 +195,40 @@ def test_an_input_of_early_steps_may_be_read_later_as_well():
         assert torch.equal(execute(inputs, early)[0], module(*args))
 
 
+class _Timed(nn.Module):
+    """As a block of DiT: it makes waves of the time by itself, and multiplies them by a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.of_time = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, time):
+        waves = time[:, None].float() * torch.exp(torch.arange(4) * -0.5)
+        return self.linear(x) * self.of_time(torch.cat([waves.cos(), waves.sin()], -1))[:, None]
+
+
+def test_waves_of_the_time_are_the_same_in_all_blocks():
+    module, args = _Timed(), (drawn(2, 4, 8, dtype=torch.float32), torch.tensor([3, 7]))
+    recorded, plan = planned(module, *args)
+    execute = running.Executable(plan)
+    inputs = recorded.inputs(module, args, {})
+    assert execute.early_inputs == [len(inputs) - 1]
+    early = execute.early(inputs)
+    assert torch.equal(execute(inputs, early)[0], module(*args))
+    other = [torch.zeros_like(t) for t in early]  # what was made early is what is multiplied
+    assert not torch.equal(execute(inputs, other)[0], module(*args))
+
+
+def test_rows_for_each_sample_are_not_taken_for_the_time():
+    class OfRows(_Timed):
+        def forward(self, x, rows):
+            return self.linear(x) * self.of_time(rows.cos())[:, None]
+
+    args = drawn(2, 4, 8, dtype=torch.float32), drawn(2, 8, dtype=torch.float32)
+    _, plan = planned(OfRows(), *args)
+    assert running.Executable(plan).early_inputs == []
+
+
 class _Products(nn.Module):
     def __init__(self):
         super().__init__()

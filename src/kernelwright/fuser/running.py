@@ -150,7 +150,8 @@ class Executable:
             needed |= self._places(o)
         weights = len(inputs) - plan.given
         given = range(weights, len(inputs) - plan.handed)
-        early, self.early_inputs = find_early(steps, given, range(len(inputs)))
+        of_samples = [p for p in given if getattr(inputs[p].meta.get("val"), "ndim", 2) <= 1]
+        early, self.early_inputs = find_early(steps, given, range(len(inputs)), of_samples)
         of_prompts = find_prompts(steps, early, given, range(len(inputs)), needed)
         apart = {*early, *(s for found in of_prompts.values() for s in found)}
         late = [s for s in steps if s not in apart and not s.only_early]

@@ -3,7 +3,7 @@ blocks of a model are given, and those made of a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,26 +23,45 @@ class Step:
     only_early: bool = False  # left out if it would run in every block
 
 
-def find_early(steps: list[Step], given: range, inputs: range) -> tuple[list[Step], list[int]]:
+def find_early(
+    steps: list[Step], given: range, inputs: range, of_samples: Collection[int] = ()
+) -> tuple[list[Step], list[int]]:
     """Steps that are made of what a block is `given` alone, of such that reaches no product; and
-    the places of those. Other `inputs` belong to the block: weights, and what was made for it."""
+    the places of those. Other `inputs` belong to the block: weights, and what was made for it.
+
+    What has a number for each sample of a batch (`of_samples`), such as the time, is the same in
+    all blocks even where a product reads it, or what was made of it."""
+    activation = -1  # the root of what leaves an attention, whatever its mask and angles were
     roots: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in inputs}
     of_step: list[frozenset[int]] = []
-    flowing: set[int] = set(inputs) - set(given)
+    flowing: set[int] = {activation, *inputs} - set(given)
     for step in steps:
         found = frozenset().union(*(roots.get(p, frozenset()) for p in step.reads))
         of_step.append(found)
         for place in step.writes:
-            # what leaves an attention is an activation, whatever its mask and angles were
-            roots[place] = frozenset() if step.attends else roots.get(place, frozenset()) | found
+            made = frozenset((activation,)) if step.attends or step.product else found
+            roots[place] = roots.get(place, frozenset()) | made
         if step.product:
-            flowing |= found
+            flowing |= found - set(of_samples)
     if not any(step.product for step in steps):
         return [], []
     pairs = list(zip(steps, of_step, strict=True))
-    early = _closed([s for s, found in pairs if found and not found & flowing], steps)
+    # a step that reads nothing makes a constant, which others may need
+    free = [s for s, found in pairs if not found & flowing and not (s.product or s.attends)]
+    early = _needed(_closed(free, steps), {s for s, found in pairs if found})
     places = set().union(*(found for s, found in pairs if s in early))
     return early, sorted(places)
+
+
+def _needed(early: list[Step], wanted: set[Step]) -> list[Step]:
+    """The wanted ones of these steps, and what they read."""
+    kept: list[Step] = []
+    reads: set[int] = set()
+    for step in reversed(early):
+        if step in wanted or step.writes & reads:
+            kept.append(step)
+            reads |= step.reads
+    return kept[::-1]
 
 
 def find_prompts(
