@@ -13,7 +13,7 @@ from torch import nn
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import memory_blocks, pinned_memory, resting, suitable_layers
+from kernelwright.inject.fp8 import memory_blocks, resting, suitable_layers
 from kernelwright.inject.reuse.program_products import ProgramProducts, running
 from kernelwright.inject.runtime import forwards, model_run
 from kernelwright.inject.state.tensor_samples import TensorSamples
@@ -424,52 +424,6 @@ def test_graphs_are_captured_and_notice_what_is_written_to_a_weight_that_rests(m
     assert all(torch.equal(result, after[0]) for result in after)
     kw.restore(model)
     assert accuracy.error(after[0], model(x)) < 0.15
-
-
-class Cudart:
-    """Notes what CUDA is asked to lock."""
-
-    def __init__(self):
-        self.locked = {}
-
-    def cudaHostRegister(self, address, size, flags):
-        self.locked[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address):
-        del self.locked[address]
-        return 0
-
-
-def test_pinned_blocks_are_unlocked_when_their_last_slice_is_gone(monkeypatch):
-    cudart = Cudart()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    memory = pinned_memory.PinnedMemory()
-    weights = [torch.randn(96, 64), torch.randn(48, 64), torch.randn(100, 100).bfloat16()]
-    slices = [memory.like(w).copy_(w) for w in weights]
-    assert list(cudart.locked.values()) == [2**16]
-    slices.append(memory.like(weights[0]))  # no room for it in the first block
-    assert list(cudart.locked.values()) == [2**16, 2**16]
-    assert all(map(torch.equal, slices, weights))
-    first = slices[1]
-    del memory, slices
-    assert len(cudart.locked) == 1
-    assert torch.equal(first, weights[1])
-    del first
-    assert not cudart.locked
-
-
-def test_memory_that_cannot_be_locked_is_plain(monkeypatch):
-    cudart = Cudart()
-    cudart.cudaHostRegister = lambda address, size, flags: 2
-    cleared = []
-    monkeypatch.setattr(pinned_memory, "_clear_error", lambda: cleared.append(True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    weight = torch.randn(8, 8)
-    assert torch.equal(pinned_memory.PinnedMemory().like(weight).copy_(weight), weight)
-    assert cleared
 
 
 class TestDropped:

@@ -1,4 +1,5 @@
-"""fp8 weights are slices of large blocks of memory."""
+"""Weights of the tier "fp8" are slices of large blocks: in eight bits of a GPU's memory, in 16 bits
+of pinned memory."""
 
 import threading
 from weakref import ref
@@ -8,7 +9,7 @@ import torch
 
 import kernelwright as kw
 from kernelwright import models
-from kernelwright.inject.fp8 import memory_blocks, suitable_layers
+from kernelwright.inject.fp8 import memory_blocks, pinned_memory, suitable_layers
 from kernelwright.inject.fp8.memory_blocks import ALIGNED, GpuBlocks, MemoryBlocks, joined
 from kernelwright.inject.fp8.weights import Pack
 
@@ -112,3 +113,50 @@ def test_layers_that_share_a_product_share_its_memory(preset, monkeypatch):
             begin = pack.layers[0].weight.data_ptr()
             assert pack.weight.data_ptr() == begin
             assert pack.layers[-1].weight.data_ptr() > begin
+
+
+class Cudart:
+    """Notes what CUDA is asked to lock."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def cudaHostRegister(self, address, size, flags):
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+        return 0
+
+
+def test_pinned_blocks_are_unlocked_when_their_last_slice_is_gone(monkeypatch):
+    monkeypatch.setattr(memory_blocks, "SMALLEST", 2**16)
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = pinned_memory.PinnedMemory()
+    weights = [torch.randn(96, 64), torch.randn(48, 64), torch.randn(100, 100).bfloat16()]
+    slices = [memory.like(w).copy_(w) for w in weights]
+    assert list(cudart.locked.values()) == [2**16]
+    slices.append(memory.like(weights[0]))  # no room for it in the first block
+    assert list(cudart.locked.values()) == [2**16, 2**16]
+    assert all(map(torch.equal, slices, weights))
+    first = slices[1]
+    del memory, slices
+    assert len(cudart.locked) == 1
+    assert torch.equal(first, weights[1])
+    del first
+    assert not cudart.locked
+
+
+def test_memory_that_cannot_be_locked_is_plain(monkeypatch):
+    cudart = Cudart()
+    cudart.cudaHostRegister = lambda address, size, flags: 2
+    cleared = []
+    monkeypatch.setattr(pinned_memory, "_clear_error", lambda: cleared.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    weight = torch.randn(8, 8)
+    assert torch.equal(pinned_memory.PinnedMemory().like(weight).copy_(weight), weight)
+    assert cleared

@@ -131,10 +131,11 @@ def main(module: str, name: str, cases: str, *targets: str) -> None:
     importlib.import_module(module)
     op = registry()[name]
     assert isinstance(op, Op)
-    compiled = []
+    compiled: list[tuple[str, str, dict[str, Any]]] = []
     for arch in targets:
         major, minor = TARGETS[arch].capability
-        for k in wanted(op, "triton", arch, cases == ALL):
+        before, planned = len(compiled), wanted(op, "triton", arch, cases == ALL)
+        for k in planned:
             try:
                 with contextlib.redirect_stdout(io.StringIO()) as said:
                     k.launch.cubin(k.call, 10 * major + minor)
@@ -143,6 +144,8 @@ def main(module: str, name: str, cases: str, *targets: str) -> None:
                 sys.exit(f"{k.name} for {arch}: {type(error).__name__}: {reason}")
             # cases may share a kernel, of which ptxas reports once
             compiled += [(arch, k.name, asdict(used)) for used in usage(said.getvalue())]
+        if planned and len(compiled) == before:
+            sys.exit(f"ptxas reports none of {len(planned)} kernels for {arch}")
     json.dump(compiled, sys.stdout)
 
 

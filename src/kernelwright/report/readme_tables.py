@@ -133,7 +133,8 @@ def fp8(folder: Path) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     _, found = one_size(folder / "models")
-    beside = {m.title: m for m in _models_of(folder / "fp8")[1]} if _has_results(folder) else {}
+    runs = any((folder / "fp8").glob("*.json"))
+    beside = {m.title: m for m in _models_of(folder / "fp8")[1]} if runs else {}
     for model in found:
         model = beside.get(model.title, model)
         eager, ours, control = map(model.row, ("eager", "fp8+graphs", "compile"))
@@ -149,10 +150,6 @@ def fp8(folder: Path) -> str:
         cells.append(_times(held / whole if held and whole else None))
         lines.append(f"| {_name(model)} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _has_results(folder: Path) -> bool:
-    return any((folder / "fp8").glob("*.json"))
 
 
 def _times(value: float | None) -> str:

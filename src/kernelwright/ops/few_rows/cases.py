@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from ..case import Case, Inputs
 from ..fp8 import reference as fp8
@@ -17,22 +21,23 @@ def layer(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> A
     return arguments
 
 
-def eight(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> Any:
+def eight(
+    rows: int,
+    n: int,
+    k: int,
+    bias: bool = False,
+    glu: bool = False,
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]] = fp8.quantize,
+) -> Any:
     def arguments(inputs: Inputs) -> dict[str, Any]:
         given = layer(rows, n, k, bias, glu)(inputs)
-        weight, scale = fp8.quantize(given["weight"])
+        weight, scale = quantize(given["weight"])
         return given | {"weight": weight, "scale": scale}
 
     return arguments
 
 
-def integers(rows: int, n: int, k: int, bias: bool = False, glu: bool = False) -> Any:
-    def arguments(inputs: Inputs) -> dict[str, Any]:
-        given = layer(rows, n, k, bias, glu)(inputs)
-        weight, scale = quantize_to_integers(given["weight"])
-        return given | {"weight": weight, "scale": scale}
-
-    return arguments
+integers = partial(eight, quantize=quantize_to_integers)
 
 
 def _of_a_token(made: Any) -> list[Case]:

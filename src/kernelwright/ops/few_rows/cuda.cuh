@@ -56,7 +56,7 @@ template <> struct Widened<Eight> {
 };
 template <> struct Widened<Integer> {
   static __device__ __forceinline__ void word(unsigned w, float* out) {
-    // 2^23 + (v + 128) has the byte v + 128 for its last bits: a conversion takes four times as long
+    // the float 2^23 + (v + 128) has the byte v + 128 for its last bits: no conversion is needed
     const unsigned biased = w ^ 0x80808080u;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
