@@ -119,7 +119,7 @@ def test_without_memory_for_a_float32_run_the_model_runs_on(numerics):
     assert [made() for made in module.half_made] == [None]
     # one module of each class is tried, not all of them
     other = Full(torch.float32, 1)
-    checker.run(other, fused, Full.forward, (x,), {})
+    checker.run(other, as_of_a_recipe(fused), Full.forward, (x,), {})
     assert other.left.number == 1
 
 
@@ -138,7 +138,7 @@ def test_without_memory_for_both_forwards_exact_stays_eager():
         f"kernelwright: a Full at [4, 64] bfloat16: {sites.NO_MEMORY}; that stays eager"
     ]
     assert checker.findings[0].problem == sites.NO_MEMORY
-    assert torch.equal(checker.run(module, fused, Full.forward, (x,), {}), x + 1)
+    assert torch.equal(checker.run(module, as_of_a_recipe(fused), Full.forward, (x,), {}), x + 1)
     assert [made() for made in module.half_made] == [None]
 
 
