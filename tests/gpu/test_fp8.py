@@ -1,6 +1,8 @@
 """The tier "fp8" on a GPU: kernel, product, and models with and without graphs."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -333,16 +335,30 @@ def test_memory_for_resting_weights_is_pinned_and_read_by_the_gpu():
     assert not comparison()[0]
 
 
-def test_freed_16_bit_weights_can_be_given_back(wide_flux, monkeypatch):
-    """fp8 weights do not lie in the memory that 16-bit weights have left."""
-    monkeypatch.setattr(suitable_layers, "ROWS", 4)
-    model, inputs = wide_flux
-    run(model, inputs)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    kw.inject(model, numerics="fp8")
-    run(model, inputs)
+MEMORY = """
+import torch, kernelwright as kw
+from kernelwright import models
+model = models.build("flux-dev", device="cuda", layers=2)
+inputs = models.inputs("flux-dev", device="cuda")
+
+def reserved():
+    with torch.no_grad():
+        model(**inputs)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    left = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
-    assert before - torch.cuda.memory_reserved() > 0.4 * left
+    return torch.cuda.memory_reserved()
+
+before = reserved()
+kw.inject(model, numerics="fp8")
+print(reserved() / before)
+"""
+
+
+def test_freed_16_bit_weights_can_be_given_back():
+    """fp8 weights do not lie in the memory that 16-bit weights have left. In a process of its own,
+    for there are tensors of other tests in this one, and weights between them."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout.splitlines()[-1]) < 0.6

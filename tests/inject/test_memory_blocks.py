@@ -37,6 +37,16 @@ def test_slices_are_aligned_and_apart(monkeypatch):
     assert sizes == [2**10, 2**11, 5000, 2000]
 
 
+@pytest.mark.parametrize("most", [1, 4, 20, 100])
+def test_little_of_the_blocks_stays_empty(most):
+    sizes, generator = [], torch.Generator().manual_seed(0)
+    blocks = MemoryBlocks(on_the_cpu(sizes))
+    asked = (torch.rand(200, generator=generator) * most * 2**20).int().tolist()
+    for size in asked:
+        blocks.take(size, sum(asked) // memory_blocks.BLOCKS)
+    assert sum(sizes) == blocks.total < 1.2 * sum(asked)
+
+
 class Pages(bytearray):
     """Memory whose end can be seen."""
 
@@ -47,13 +57,14 @@ def test_a_block_is_freed_with_its_last_slice(monkeypatch):
     given = iter(pages)
     first_block = ref(pages[0])
     blocks = MemoryBlocks(lambda size: torch.frombuffer(next(given), dtype=torch.uint8))
-    first, second, third = (blocks.take(512, 0) for _ in range(3))
+    *in_first, in_second = (blocks.take(256, 0) for _ in range(5))
     pages.clear()
-    del first
+    last = in_first[2]
+    del in_first
     assert first_block() is not None
-    del second
+    del last
     assert first_block() is None
-    third.fill_(1)
+    in_second.fill_(1)
 
 
 def test_threads_get_slices_of_their_own():
@@ -136,10 +147,11 @@ def test_pinned_blocks_are_unlocked_when_their_last_slice_is_gone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     memory = pinned_memory.PinnedMemory()
-    weights = [torch.randn(96, 64), torch.randn(48, 64), torch.randn(100, 100).bfloat16()]
+    weights = [torch.randn(48, 64), torch.randn(24, 64), torch.randn(100, 70).bfloat16()]
     slices = [memory.like(w).copy_(w) for w in weights]
     assert list(cudart.locked.values()) == [2**16]
-    slices.append(memory.like(weights[0]))  # no room for it in the first block
+    # the last one finds no room in the first block
+    slices.extend(memory.like(weights[0]) for _ in range(3))
     assert list(cudart.locked.values()) == [2**16, 2**16]
     assert all(map(torch.equal, slices, weights))
     first = slices[1]

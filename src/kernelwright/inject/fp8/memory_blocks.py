@@ -34,7 +34,7 @@ class MemoryBlocks:
             begin = -(-self._used // ALIGNED) * ALIGNED
             if begin + size > self._block.numel():
                 block = min(LARGEST, max(SMALLEST, block))
-                if size > min(block, LARGEST // 4):  # the end of a block would stay unused
+                if size > block // 4:  # the end of a block would stay unused
                     self.total += size
                     return self._allocate(size)
                 self._block, begin = self._allocate(block), 0
