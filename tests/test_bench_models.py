@@ -395,3 +395,39 @@ def test_a_peer_that_is_not_installed_or_not_known_says_so(monkeypatch):
     result = CliRunner().invoke(app, ["bench", "model", "flux-dev", "--tiny", "--peer", "unknown"])
     assert result.exit_code == 2
     assert "torchao" in result.output
+
+
+class Recorder:
+    """Captures on a machine without a GPU, or fails as CUDA does."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def record(self, run, device):
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return (lambda: None), run()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_graphs_of_torch_compile_are_its_own_if_the_whole_cannot_be_captured(fails, monkeypatch):
+    asked = []
+
+    def compiled(model, stack, parts, own_graphs=False):
+        asked.append(own_graphs)
+        return model
+
+    monkeypatch.setattr(configs, "_compiled", compiled)
+    monkeypatch.setattr(configs, "CudaRecorder", lambda: Recorder(fails))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with ExitStack() as stack:
+        run, report = configs.configured(torch.nn.Linear(2, 2), "compile+graphs", stack)
+        x = torch.ones(3, 2)
+        first = run(input=x)
+        assert torch.equal(run(input=x), first)
+        if not fails:  # a graph replays its inputs
+            with pytest.raises(ValueError, match="captured with"):
+                run(input=x.clone())
+    assert report is None
+    assert asked == ([False, True] if fails else [False])

@@ -54,8 +54,26 @@ MASKS = {
     "the least number": (added(keys([(0, 9)]), LEAST), [(ALL, ((0, 9),))]),
 }
 SEPARATE = [(i, i + 1) for i in range(0, TOKENS, 2)]
+TRIANGLE = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+TRIANGLES = {
+    "one matrix": TRIANGLE[0, 0],
+    "expanded": TRIANGLE.expand(2, 2, TOKENS, TOKENS),
+    "for each sample": TRIANGLE.repeat(2, 1, 1, 1),
+    "infinity": added(TRIANGLE),
+    "the least number": added(TRIANGLE, LEAST),
+}
 NEEDED = {
-    "triangle": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(),
+    "triangle and lengths": TRIANGLE & keys([(0, 9)]),
+    "triangle with one more": TRIANGLE.index_put(
+        (*torch.tensor([0, 0, 2, 5]),), torch.tensor(True)
+    ),
+    "triangle with one less": TRIANGLE.index_put(
+        (*torch.tensor([0, 0, 5, 2]),), torch.tensor(False)
+    ),
+    "triangle in one of two": torch.cat([TRIANGLE, TRIANGLE | True]),
+    "triangle of other numbers": added(TRIANGLE, -10000.0),
+    "triangle from the last row": TRIANGLE.transpose(2, 3),
+    "diagonal below": TRIANGLE.tril(-1) | keys([(0, 1)]),
     "one key for hidden rows": pairs([(0, 9)]).index_fill(3, torch.tensor(0), True),
     "heads that differ": torch.cat([keys([(0, 7)]), keys([(0, 8)])], dim=1),
     "too many ranges": keys(SEPARATE),
@@ -70,6 +88,13 @@ NEEDED = {
 def test_masks_that_say_only_lengths(name):
     mask, expected = MASKS[name]
     assert read(mask, TOKENS, TOKENS) == Lengths(tuple(expected), (TOKENS, TOKENS))
+
+
+@pytest.mark.parametrize("name", TRIANGLES)
+def test_masks_that_hide_what_comes_after_a_row(name):
+    said = read(TRIANGLES[name], TOKENS, TOKENS)
+    assert said == Lengths(((ALL, ALL),), (TOKENS, TOKENS), causal=True)
+    assert described(said) == "causal attention without its mask"
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -95,10 +120,15 @@ def test_many_samples_of_different_lengths_keep_their_mask():
     assert isinstance(read(mask[1:], TOKENS, TOKENS), Lengths)
 
 
+ALL_MASKS = {name: mask for name, (mask, _) in MASKS.items()} | {
+    f"triangle, {name}": mask for name, mask in TRIANGLES.items()
+}
+
+
 @pytest.mark.parametrize("across", [False, True], ids=["heads first", "tokens first"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", ALL_MASKS)
 def test_the_result_is_that_of_the_mask(name, across, monkeypatch):
-    mask, _ = MASKS[name]
+    mask = ALL_MASKS[name]
     generator = torch.Generator().manual_seed(0)
     batch = mask.shape[0] if mask.ndim == 4 else 1
     shape = (batch, TOKENS, 2, 8) if across else (batch, 2, TOKENS, 8)
@@ -114,7 +144,7 @@ def test_the_result_is_that_of_the_mask(name, across, monkeypatch):
         return plain(*args)
 
     monkeypatch.setattr(attention_by_lengths, "plain_attention", without_mask)
-    lengths = read(MASKS[name][0], TOKENS, TOKENS)
+    lengths = read(ALL_MASKS[name], TOKENS, TOKENS)
     got = attend(query, key, value, mask, 0.0, False, None, False, (), lengths, expected)
     torch.testing.assert_close(got, expected)
     assert torch.equal((got == 0).all(-1), (expected == 0).all(-1))
@@ -151,3 +181,22 @@ def test_what_the_report_says():
         "attention by lengths: 7 to 12 of 12 keys",
     ]
     assert described(MORE) == f"attention with its mask: {MORE}"
+
+
+def test_heads_that_share_keys_are_said_to_when_the_mask_goes(monkeypatch):
+    """Without that PyTorch broadcasts them by its slowest way."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 6, TOKENS, 8, generator=generator)
+    key, value = torch.randn(2, 1, 1, TOKENS, 8, generator=generator)
+    expected = F.scaled_dot_product_attention(query, key, value, TRIANGLE)
+    lengths, given = read(TRIANGLE, TOKENS, TOKENS), []
+    plain = attention_by_lengths.plain_attention
+
+    def noted(*args):
+        given.append(args[3:])
+        return plain(*args)
+
+    monkeypatch.setattr(attention_by_lengths, "plain_attention", noted)
+    got = attend(query, key, value, TRIANGLE, 0.0, False, None, False, (), lengths, expected)
+    assert given == [(None, 0.0, True, None, True, ())]
+    torch.testing.assert_close(got, expected)

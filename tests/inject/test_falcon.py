@@ -10,6 +10,8 @@ import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
 from inject.language import LAYERS, words
 from kernelwright import models
+from kernelwright.inject.fusions import attention as fusions
+from kernelwright.inject.verify import accuracy
 
 # 7B: one norm, parallel branches. 40B: a norm for each branch. 1B: sequential branches
 SEVEN = {"parallel_attn": True, "multi_query": True, "new_decoder_architecture": False}
@@ -57,7 +59,25 @@ def test_exact_gives_the_bits_of_eager(kind, dtype):
 
 def test_fused_errs_no_more_than_eager():
     report = check_fused(falcon(torch.bfloat16, **SEVEN), words())
-    assert fused_sites(report) == SITES["7B"][1]
+    assert fused_sites(report) == SITES["7B"][1] | {"attention": 2}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_fused_attention_of_shared_keys_is_causal_without_a_mask(padded, monkeypatch):
+    """PyTorch would compute all scores; with padding the mask is needed."""
+    given = []
+
+    def attention(query, key, value, mask, causal):
+        given.append((key.shape[1], mask is None, causal))
+        return attend(query, key, value, mask, causal=causal)
+
+    attend = fusions.attention
+    monkeypatch.setattr(fusions, "attention", attention)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    if padded:
+        mask[0, :3] = 0
+    check_fused(falcon(torch.bfloat16, **SEVEN), words(attention_mask=mask))
+    assert set(given) == {(1, not padded, not padded)}
 
 
 def test_the_preset_takes_part_with_every_layer():
@@ -150,11 +170,18 @@ def test_training(checkpointing):
 @pytest.mark.parametrize("numerics", share(["exact", "fused"], 2, start=1))
 def test_compiled_whole_it_gives_what_it_gives_injected(numerics):
     model, inputs = falcon(torch.bfloat16, **SEVEN), words()
+    eager = run(model, inputs).logits
     with kw.injected(model, numerics=numerics):
         expected = run(model, inputs).logits
         compiled = torch.compile(model, fullgraph=True, backend="eager")
-        assert torch.equal(run(compiled, inputs).logits, expected)
+        result = run(compiled, inputs).logits
     torch.compiler.reset()
+    if numerics == "exact":
+        assert torch.equal(result, expected)
+    else:  # attention with its mask, which is not read then
+        truth = run(model.float(), inputs).logits
+        error, eagers = (accuracy.error(t, truth) for t in (result, eager))
+        assert accuracy.holds(accuracy.rows(eager), error, eagers)
 
 
 def test_an_adapter_on_a_projection_counts():

@@ -1,9 +1,10 @@
-"""Attention whose mask hides whole rows and whole keys: computed on the others, without a mask.
+"""Attention whose mask hides whole rows and whole keys, or what comes after each row: computed
+without a mask.
 
 Models that pad their text hide the padding with a dense mask. It says only which keys are valid,
 and sometimes which rows: a few ranges of each. But the fastest kernels take no mask: on an H200
 attention takes 1.5 to 2.3 times as long with one (HunyuanVideo and HunyuanVideo 1.5, 18616 and
-21065 tokens).
+21065 tokens). A causal mask hides half of the keys, and kernels that are told so skip them.
 
 A row that sees no key gives zeros, as in PyTorch. If what hides keys is a finite number, the least
 of its dtype, then PyTorch gives such a row a mean of values instead: those masks are used as is.
@@ -25,6 +26,8 @@ from .recorded_ops import plain_attention
 MAX_RANGES = 4
 # samples of different lengths are one call each
 MAX_CALLS = 8
+# said instead of a number of edges
+MORE, CAUSAL = -1, -2
 
 Ranges = tuple[tuple[int, int], ...]  # start and end of each
 
@@ -36,6 +39,7 @@ class Lengths:
 
     samples: tuple[tuple[Ranges, Ranges], ...]
     sizes: tuple[int, int]  # how many rows and keys there are, valid or not
+    causal: bool = False  # a row sees the keys up to its own position
 
     @property
     def all_rows(self) -> bool:
@@ -50,6 +54,8 @@ def read(mask: Tensor, queries: int, keys: int) -> Lengths | str:
     if mask.numel() == 0:
         return "it is empty"
     facts = _on_host(_facts(mask[(None,) * (4 - mask.ndim)], queries, keys))
+    if all(edges[0] == CAUSAL for sample in facts for edges in sample):
+        return Lengths(((((0, queries),), ((0, keys),)),), (queries, keys), causal=True)
     if any(not 0 <= edges[0] <= 2 * MAX_RANGES for sample in facts for edges in sample):
         return "it says more than lengths"
     samples = [(_ranges(rows), _ranges(columns)) for rows, columns in facts]
@@ -68,6 +74,8 @@ def described(said: Lengths | str) -> str:
     """How attention with a mask that says this runs."""
     if isinstance(said, str):
         return f"attention with its mask: {said}"
+    if said.causal:
+        return "causal attention without its mask"
     counts = [sum(end - start for start, end in keys) for _, keys in said.samples]
     few, many = min(counts), max(counts)
     valid = f"{few}" if few == many else f"{few} to {many}"
@@ -75,8 +83,8 @@ def described(said: Lengths | str) -> str:
 
 
 def _facts(mask: Tensor, queries: int, keys: int) -> Tensor:
-    """[samples, 2, 1 + 2 * MAX_RANGES]: of rows and of keys the number of edges, or -1 if the mask
-    says more than its lengths, and then the first edges."""
+    """[samples, 2, 1 + 2 * MAX_RANGES]: of rows and of keys the number of edges, and then the first
+    edges. Instead of the number CAUSAL, or MORE if the mask says more than its lengths."""
     for dim, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[dim]:  # expanded: the same values over and over
             mask = mask.narrow(dim, 0, 1)
@@ -84,14 +92,20 @@ def _facts(mask: Tensor, queries: int, keys: int) -> Tensor:
     rows, columns = seen.any(3).any(1), seen.any(2).any(1)
     # what is seen lies within valid rows x valid keys: it is all of that if it is as many
     full = mask.shape[1] * rows.sum(1) * columns.sum(1) == seen.sum((1, 2, 3))
+    known = rows.new_ones(())
     if mask.dtype != torch.bool:
         hidden = mask == -torch.inf
         least = mask == torch.finfo(mask.dtype).min
-        full &= (seen | hidden | least).all() & (rows.all() | ~least.any())
+        known = (seen | hidden | least).all() & (rows.all() | ~least.any())
     both = [
-        _edges(valid.expand(-1, size), full) for valid, size in ((rows, queries), (columns, keys))
+        _edges(valid.expand(-1, size), full & known)
+        for valid, size in ((rows, queries), (columns, keys))
     ]
-    return torch.stack(both, dim=1)
+    facts = torch.stack(both, dim=1)
+    if queries == keys > 1 and seen.shape[2:] == (queries, keys):
+        causal = (seen == seen.new_ones(queries, keys).tril()).all() & known
+        facts[:, :, 0].masked_fill_(causal, CAUSAL)
+    return facts
 
 
 def _edges(valid: Tensor, full: Tensor) -> Tensor:
@@ -100,7 +114,7 @@ def _edges(valid: Tensor, full: Tensor) -> Tensor:
     change = padded[:, 1:] != padded[:, :-1]
     position = torch.arange(change.shape[1], device=valid.device)
     edges = position.masked_fill(~change, change.shape[1]).sort(dim=1).values
-    count = change.sum(1).masked_fill(~full, -1)
+    count = change.sum(1).masked_fill(~full, MORE)
     return torch.cat([count[:, None], edges[:, : 2 * MAX_RANGES]], dim=1)
 
 
@@ -124,9 +138,11 @@ def attend(
 ) -> Tensor:
     """Attention as recorded; without the mask if it says only `lengths`. The result is laid out as
     `like`, the recorded one: a kernel without a mask may leave it in another order."""
-    how = dropout, causal, scale, grouped, backends
     if not isinstance(lengths, Lengths):
-        return plain_attention(query, key, value, mask, *how)
+        return plain_attention(query, key, value, mask, dropout, causal, scale, grouped, backends)
+    # for heads that share keys without saying so PyTorch computes all scores (Falcon 7B)
+    grouped = grouped or key.shape[1] != query.shape[1]
+    how = dropout, causal or lengths.causal, scale, grouped, backends
     alike = len(lengths.samples) == 1
     if alike and lengths.all_rows:
         ((_, valid),) = lengths.samples

@@ -2,10 +2,10 @@
 
 "strict", "strict_pointwise" and "strict_reduction" are the numerics of torch.compile that are to be
 closer to eager's, from torch 2.15 on. "compile+graphs" is torch.compile with its whole forward as
-one CUDA graph; where a model is trained, with Inductor's own graphs of forward and backward (mode
-"reduce-overhead"). "autotune" is its mode "max-autotune", which times variants of every GEMM and
-takes minutes to compile. "programs" is injection without recipes (`recipes=False`). "fa4" is the
-extra `attention`. A configuration without "fa4" in its name runs as if the extra were not
+one CUDA graph; where that cannot be captured, or a model is trained, with Inductor's own graphs
+(mode "reduce-overhead"). "autotune" is its mode "max-autotune", which times variants of every GEMM
+and takes minutes to compile. "programs" is injection without recipes (`recipes=False`). "fa4" is
+the extra `attention`. A configuration without "fa4" in its name runs as if the extra were not
 installed, so that a name means the same on every machine. "torchao" is a copy of the model with
 torchao's float8 layers, quantised by row when they run, in place of those that the tier "fp8"
 quantises.
@@ -25,6 +25,7 @@ from ..backends.torch_internals import forget_compiled, has_compile_option
 from ..errors import CannotRun
 from ..inject import injected
 from ..inject.fp8.suitable_layers import unfit
+from ..inject.graphs.recorder import CudaRecorder
 from ..inject.report.report import Report
 from ..library_internals import repeated_blocks
 from ..ops.attention import without_fa4
@@ -92,7 +93,7 @@ def configured(
         raise CannotRun("CUDA graphs need a GPU")
     if trains:
         return _step_by_step(_compiled(model, stack, parts, own_graphs=True)), report
-    return _captured(_compiled(model, stack, parts)), report
+    return _captured(model, stack, parts), report
 
 
 def tier_of(config: str) -> str | None:
@@ -153,23 +154,37 @@ def _compiled(
     return model
 
 
-def _captured(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as one CUDA graph, at least as fast as torch.compile's own graphs (mode
-    "reduce-overhead"): inputs are not copied, and blocks that were compiled apart share a graph."""
-    graph, kept = torch.cuda.CUDAGraph(), dict[str, Any]()
+def _captured(model: Any, stack: ExitStack, parts: Sequence[str]) -> Callable[..., Any]:
+    """A compiled model as one CUDA graph, at least as fast as torch.compile's own graphs (mode
+    "reduce-overhead"): inputs are not copied, and blocks that were compiled apart share a graph.
+    Its own graphs are used where that one cannot be captured: transformers makes other masks during
+    a capture, for which blocks would be compiled again."""
+    compiled, recorder = _compiled(model, stack, parts), CudaRecorder()
+    runs: dict[str, Any] = {}
 
-    def replay(**inputs: Any) -> Any:
-        if not kept:
-            run(**inputs)  # compiles
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                kept.update(inputs=inputs, result=run(**inputs))
-        if any(value is not kept["inputs"][name] for name, value in inputs.items()):
-            raise ValueError("a graph replays the inputs that it was captured with")
-        graph.replay()
-        return kept["result"]
+    def graph_of(inputs: dict[str, Any]) -> Callable[..., Any]:
+        compiled(**inputs)  # compiles
+        device = torch.device("cuda", torch.cuda.current_device())
+        replay, result = recorder.record(lambda: compiled(**inputs), device)
 
-    return replay
+        def run(**given: Any) -> Any:
+            if any(value is not inputs[name] for name, value in given.items()):
+                raise ValueError("a graph replays the inputs that it was captured with")
+            replay()
+            return result
+
+        return run
+
+    def first_or_next(**inputs: Any) -> Any:
+        if not runs:
+            try:
+                runs["graphs"] = graph_of(inputs)
+            except RuntimeError:
+                own = _compiled(model, stack, parts, own_graphs=True)
+                runs["graphs"] = _step_by_step(own)
+        return runs["graphs"](**inputs)
+
+    return first_or_next
 
 
 def _step_by_step(run: Callable[..., Any]) -> Callable[..., Any]:

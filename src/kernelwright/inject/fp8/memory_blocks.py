@@ -1,14 +1,16 @@
 """Slices of large blocks of memory.
 
 Of a GPU for fp8 weights: when a layer was quantised its 16-bit weight is freed, and PyTorch would
-put the fp8 weight of the next layer into one half of that memory, whose other half can then not be
-given back. FLUX had 18.8 GiB reserved so, of which 14.3 were in use.
+put the fp8 weight of the next layer into one half of that memory, or between activations, and what
+is left there can then not be given back. FLUX had 18.8 GiB reserved so, of which 14.3 were in use.
+So the blocks are in a pool of their own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -63,14 +65,35 @@ class GpuBlocks:
 
     def _of(self, device: torch.device) -> MemoryBlocks:
         if device not in self._on:
-            self._on[device] = MemoryBlocks(lambda size: _on_device(size, device))
+            self._on[device] = MemoryBlocks(_Allocator(device))
         return self._on[device]
 
 
-def _on_device(size: int, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # else the block would be a part of what was just freed
-    return torch.empty(size, dtype=torch.uint8, device=device)
+class _Allocator:
+    """Allocates on a device; on a GPU in a pool, whose memory PyTorch uses for nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: torch.cuda.MemPool | None = None
+        if device.type == "cuda":
+            with torch.cuda.device(device), suppress(RuntimeError):  # not every allocator has pools
+                self._pool = torch.cuda.MemPool()
+
+    def __call__(self, size: int) -> Tensor:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what was just freed may be needed for this
+        if self._pool is not None:
+            try:
+                with torch.cuda.use_mem_pool(self._pool, self._device):
+                    return self._empty(size)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # nor do all settings of an allocator
+                self._pool = None
+        return self._empty(size)
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor | None:

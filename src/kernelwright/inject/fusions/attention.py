@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ...backends.torch_internals import added_where_false, attention_choice
+from ...backends.torch_internals import added_where_false, attention_choice, view_base
+from ...fuser import attention_by_lengths
+from ...fuser.attention_by_lengths import Lengths
 from ...library_internals import active_attention_backend, processor_choices
 from ...ops import selection
 from ...ops.attention import attention
@@ -191,17 +193,32 @@ class AttentionFusions(BaseFusions):
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return site("attention", eager, lambda: self._attend(q, k, v, mask), q, k, v)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Part) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Part, causal: bool = False
+    ) -> Tensor:
         """Attention over [batch, heads, tokens, dim] by the fastest kernel of the tier, as [batch,
         tokens, heads, dim]."""
+        if mask is not None and self._is_causal(mask, query.shape[2], key.shape[2]):
+            mask, causal = None, True
 
         def in_16_bits() -> Tensor:
-            return attention(query, key, value, mask)
+            return attention(query, key, value, mask, causal=causal)
 
         y = None
-        if self.fp8_layers is not None and mask is None:
+        if self.fp8_layers is not None and mask is None and not causal:
             y = self.fp8_layers.attention(query, key, value, in_16_bits)
         return (in_16_bits() if y is None else y).transpose(1, 2)
+
+    def _is_causal(self, mask: Tensor, queries: int, keys: int) -> bool:
+        """Whether a mask only says that a row sees the keys up to its own: asked once per forward,
+        since that waits for the GPU, and not where blocks must not share the answer."""
+        if queries != keys or not self.masks.is_allowed(mask):
+            return False
+        view = mask.shape, mask.stride(), mask.storage_offset(), queries
+        said = self.masks(
+            view_base(mask), view, lambda: attention_by_lengths.read(mask, queries, keys)
+        )
+        return isinstance(said, Lengths) and said.causal
 
     def attend_grouped(
         self,
@@ -310,19 +327,21 @@ class AttentionFusions(BaseFusions):
         value: Tensor,
         mask: Part = None,
         gathered: bool = False,
+        causal: bool = False,
     ) -> Tensor:
         """F.scaled_dot_product_attention over [batch, tokens, heads, dim], without copies.
         `gathered`: eager concatenates streams of tokens per head, and so has contiguous heads."""
+        how: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
 
         def eager() -> Tensor:
             a, b, c = (t.contiguous() if gathered else t for t in (q, k, v))
-            return F.scaled_dot_product_attention(a, b, c, attn_mask=mask).transpose(1, 2)
+            return F.scaled_dot_product_attention(a, b, c, **how).transpose(1, 2)
 
         def kernel() -> Tensor:
             if self.exact or torch.compiler.is_compiling() or not torch_attends():
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-            return self._attend(q, k, v, mask)
+                return F.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
+            return self._attend(q, k, v, mask, causal)
 
         if self.exact and not gathered:
             return eager()

@@ -3,7 +3,8 @@
 The 7B normalises once per layer, runs attention and feed-forward in parallel on the same rows, and
 adds both: the addition becomes one kernel with the norm of the next layer, or with the final norm.
 The 40B has a norm for each branch, the 1B runs its branches one after the other. RoPE of query and
-key is one launch.
+key is one launch. All heads of the 7B share one key, which PyTorch's attention is not told: it
+computes all scores in float32. Tiers that may round otherwise take a kernel that shares keys.
 """
 
 from __future__ import annotations
@@ -107,10 +108,9 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
         causal = self.is_causal and attention_mask is None and query.shape[2] > 1
-        rows = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=0.0, is_causal=causal
-        )
-        return self.dense(rows.transpose(1, 2).flatten(2)), None
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        rows = fuse.sdpa(query, key, value, attention_mask, causal=causal)
+        return self.dense(rows.flatten(2)), None
 
     return forward
 
