@@ -35,6 +35,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "numerics": goals.numerics,
     "splits": goals.splits,
     "left": goals.left,
+    "without-recipes": goals.without_recipes,
     "hub-calls": figures.hub_calls,
     "programs": programs_table.programs,
     "compatibility": compatibility_table.compatibility,

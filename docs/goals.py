@@ -67,6 +67,23 @@ def splits(results: Path) -> str:
     return "\n".join(lines)
 
 
+def without_recipes(results: Path) -> str:
+    """Models that have a recipe, by it and without it, in `exact`: milliseconds of one forward."""
+    (device,) = devices(read([results / "programs"]))
+    head = ("by its recipe", "by programs", "recipe, graphs", "programs, graphs")
+    configs = ("exact", "exact+programs", "exact+graphs", "exact+programs+graphs")
+    lines = [f"| ms, `exact` | {' | '.join(head)} |", "|---|" + "---:|" * len(head)]
+    for model in device.models:
+        cells = []
+        for config in configs:
+            row = model.row(config)
+            assert row is not None
+            assert row.equal
+            cells.append(f"{row.ms:.1f}")
+        lines.append(f"| `{model.title}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def left(results: Path) -> str:
     """What is left to PyTorch's single ops in `exact`, of models without recipes."""
     (device,) = devices(read([results / "few-layers"]))

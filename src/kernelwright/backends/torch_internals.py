@@ -270,11 +270,17 @@ def attention_switches() -> tuple[Any, ...]:
 
 
 def attention_choice(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    grouped: bool | None = None,
 ) -> SDPBackend:
     """The kernel that F.scaled_dot_product_attention takes for these, over [batch, heads, tokens,
-    dim]; heads of the query may share those of key and value."""
-    shared = query.shape[1] != key.shape[1]
+    dim]; heads of the query may share those of key and value, which it is told (`enable_gqa`)
+    unless `grouped` is False."""
+    shared = query.shape[1] != key.shape[1] if grouped is None else grouped
     how = {"scale": scale, "enable_gqa": shared}
     return SDPBackend(_attention_choice(query, key, value, mask, 0.0, False, **how))
 

@@ -25,6 +25,7 @@ from ..reuse.packed_weights import why_not_now
 from ..reuse.rope_tables import QK_NORM_ROPE_KEPT
 from ..runtime.sites import declined, eagerly, equal, mode, site
 from ..state.switches import torch_attends
+from . import all_scores
 from .base import CHANGES_DTYPE, BaseFusions, Part, is_linear
 
 SHARED_HEADS = "heads that share keys and values"
@@ -344,8 +345,30 @@ class AttentionFusions(BaseFusions):
             return self._attend(q, k, v, mask, causal)
 
         if self.exact and not gathered:
-            return eager()
+            if mask is None or causal or not self._keeps_all_scores(q, k, v, mask):
+                return eager()
+            return site(
+                "attention with all scores",
+                eager,
+                lambda: all_scores.attend(q, k, v, mask).transpose(1, 2),
+                *(q, k, v),
+            )
         return site("attention", eager, kernel, q, k, v)
+
+    def _keeps_all_scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+        """Whether PyTorch's kernel is the one with all scores in memory, and ours can stand for
+        what it does between its GEMMs."""
+        if torch.compiler.is_compiling() or not torch_attends() or mode.eager:
+            return False
+        mixed = torch.is_autocast_enabled(query.device.type)
+        if mixed or needs_grad(query, key, value, mask):
+            return False
+        if attention_choice(query, key, value, mask, None, grouped=False) != SDPBackend.MATH:
+            return False
+        why = all_scores.why_not(query, key, value, mask)
+        if why is not None:
+            declined("attention with all scores", why)
+        return why is None
 
     def linear_of_first_tokens(self, linear: Any, rows: Tensor, tokens: int) -> Tensor:
         """linear(rows[:, :tokens]). PyTorch makes such a slice contiguous, and adds the bias in a

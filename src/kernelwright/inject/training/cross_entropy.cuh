@@ -2,7 +2,7 @@
 // F.cross_entropy(logits.float(), target): its log_softmax adds up each row in the order that is
 // repeated here (PyTorch's kernel for rows that fit in no shared memory), one block a row.
 #pragma once
-#include "backends/common.cuh"
+#include "backends/over_block.cuh"
 
 namespace kernelwright {
 
@@ -22,22 +22,6 @@ struct CrossEntropyArgs {
 constexpr int ROW_THREADS = 1024, ROW_VECTOR = 4;  // those of PyTorch's kernel: they decide the order
 
 template <class T, int N> struct alignas(N * sizeof(T)) Elements { T at[N]; };
-
-// Combine a value of each thread of a block of 32 warps: a tree in each warp, then one of the warps.
-template <class F> __device__ __forceinline__ float over_block(float v, F combine) {
-  __shared__ float of_warp[32];
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int step = 16; step; step /= 2) v = combine(v, __shfl_down_sync(~0u, v, step));
-  if (lane == 0) of_warp[warp] = v;
-  __syncthreads();
-  v = of_warp[lane];
-  for (int step = 16; step; step /= 2) v = combine(v, __shfl_down_sync(~0u, v, step));
-  if (threadIdx.x == 0) of_warp[0] = v;
-  __syncthreads();
-  v = of_warp[0];
-  __syncthreads();  // it is written again by the next call
-  return v;
-}
 
 // Vectors as long as whole rounds of the block last, then single elements.
 template <class T, class F> __device__ __forceinline__ float fold_row(const T* x, unsigned classes, float v, F step) {
