@@ -83,6 +83,17 @@ def test_light_recording():
     assert [n for n in make_fx(function)(x).graph.nodes if n.meta.get("tensor_meta")]
 
 
+def test_light_recording_asks_before_an_op_runs():
+    def refuse(op):
+        if op is torch.ops.aten.rand.default:
+            raise ValueError("random")
+
+    before = torch.get_rng_state()
+    with internals.light_recording(refuse), pytest.raises(ValueError, match="random"):
+        make_fx(lambda x: x * torch.rand(2))(torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_forward_mode():
     assert not internals.in_forward_ad()
     with forward_ad.dual_level():

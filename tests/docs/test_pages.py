@@ -49,9 +49,7 @@ def test_what_readme_says_in_words_holds_in_the_results():
     assert not any(row("compile").equal for row in rows.values())
     assert all(row("exact").equal for row in rows.values())
     assert all(row("compile").first_s > row("exact").first_s for row in rows.values())
-    assert {name for name, row in rows.items() if row("exact").ms > row("eager").ms} == {
-        "sdxl-unet"
-    }
+    assert not [name for name, row in rows.items() if row("exact").ms > row("eager").ms]
     assert {name for name, row in both.items() if not row.equal} == {
         "dit-xl",
         "falcon-7b",

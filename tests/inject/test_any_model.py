@@ -23,7 +23,7 @@ STAY = {
 }
 # a recipe was written for their blocks
 RECIPES = {
-    *("DiTTransformer2DModel", "FluxTransformer2DModel", "LTXVideoTransformer3DModel"),
+    *("FluxTransformer2DModel", "LTXVideoTransformer3DModel"),
     *("LatteTransformer3DModel", "PixArtTransformer2DModel", "PriorTransformer"),
     *("SD3Transformer2DModel", "Transformer2DModel", "TransformerTemporalModel"),
     "WanTransformer3DModel",

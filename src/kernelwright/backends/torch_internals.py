@@ -106,11 +106,13 @@ _lazily: Callable[..., Any] = _named("torch.fx._lazy_graph_module._use_lazy_grap
 
 _describe: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor.extract_val")
 _detail: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor._extract_tensor_metadata")
+_run_op: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor.proxy_call")
 
 
 @contextmanager
-def light_recording() -> Iterator[None]:
-    """Lets the thread that is inside of this record a block with make_fx in half the time.
+def light_recording(before: Callable[[Any], None] | None = None) -> Iterator[None]:
+    """Lets the thread that is inside of this record a block with make_fx in half the time. `before`
+    is called with each op before it runs.
 
     make_fx describes every result by a fake tensor, each made in a new mode, and a second time by
     its metadata. Here results of the same layout share one fake tensor of one mode, and there is no
@@ -130,10 +132,15 @@ def light_recording() -> Iterator[None]:
     def detail(*args: Any, **kwargs: Any) -> Any:
         return None if threading.get_ident() == thread else _detail(*args, **kwargs)
 
+    def run(proxy_mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None and threading.get_ident() == thread:
+            before(op)
+        return _run_op(proxy_mode, op, *args, **kwargs)
+
     with (
         _tracing(_context(_fake_mode(allow_fallback_kernels=True))),
         _lazily(True),
-        _replaced(proxy_tensor, {_describe: describe, _detail: detail}),
+        _replaced(proxy_tensor, {_describe: describe, _detail: detail, _run_op: run}),
     ):
         yield
 

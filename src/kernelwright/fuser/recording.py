@@ -91,6 +91,13 @@ class _Whole(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _without_draws(op: Any) -> None:
+    """End a recording before random numbers are drawn: the forward that then runs as it did draws
+    them itself, and must draw the same."""
+    if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+        raise CannotRecord(f"random numbers ({op})")
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return LINEAR(input, weight, bias)
 
@@ -230,7 +237,7 @@ def record(
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
         _find_eps(tensors)
         try:
-            with torch.inference_mode(False), torch.no_grad(), light_recording():
+            with torch.inference_mode(False), torch.no_grad(), light_recording(_without_draws):
                 parameters = {id(p) for p in twin.parameters()}
                 # not the parameters themselves: tracing leaves weak references to what it is given,
                 # and torch.utils.swap_tensors refuses tensors that have some
@@ -248,8 +255,6 @@ def record(
             constants[node.name] = constant = getattr(made, node.target)
             if any(constant is w for w in weights.values()):
                 raise CannotRecord("a weight that is not read from its own module")
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise CannotRecord(f"random numbers ({node.target})")
         if getattr(node.target, "namespace", "").endswith(COLLECTIVES):
             raise CannotRecord(f"it exchanges tensors with other processes ({node.target})")
         if _writes_to_input(node):

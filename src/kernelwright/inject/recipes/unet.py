@@ -1,8 +1,8 @@
 """UNets such as SDXL's: transformer blocks with plain LayerNorms.
 
 Every addition in a block runs together with the norm after it, the last one with the first norm of
-the next block; `dit` has the chain of blocks of Transformer2DModel. GEGLU, in the feed-forward, has
-a patch of its own in `generic`.
+the next block; `pixart` has the chain of blocks of Transformer2DModel. GEGLU, in the feed-forward,
+has a patch of its own in `generic`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..fusions import Fusions
 from ..runtime import work_ahead
 from ._recipe import Forward, Patch, Recipe
-from .dit import SOURCES, WRITTEN_FOR, is_block, is_plain, next_block
+from .pixart import SOURCES, WRITTEN_FOR, is_block, is_plain, next_block
 
 
 def block(fuse: Fusions) -> Forward:

@@ -1,8 +1,10 @@
-"""PixArt and DiT: every fusion site is used, and the bits are eager's."""
+"""PixArt by its recipe, and DiT, which has the same class of blocks, by programs: every fusion site
+is used, and the bits are eager's."""
 
 import pytest
 import torch
 from everything import share
+from torch import nn
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, left_behind, run, same
@@ -16,15 +18,19 @@ def made(name, dtype=torch.float32, **size):
     return models.build(name, **build), models.inputs(name, **build, **size)
 
 
-def places(name, model):
+def places(model):
+    """Of PixArt, which has a second attention, whose branch has no gate."""
     blocks = len(model.transformer_blocks)
-    if name == "pixart":  # a second attention, whose branch has no gate
-        inner = {"gate + residual": blocks + 1, "residual + norm + modulate": blocks}
-        joint = blocks - 1
-    else:
-        inner = {"gate + residual": 1}
-        joint = 2 * blocks - 1
-    return {"norm + modulate": 1, "gate + residual + norm + modulate": joint, "norm": 1, **inner}
+    inner = {"gate + residual": blocks + 1, "residual + norm + modulate": blocks}
+    joint = {"gate + residual + norm + modulate": blocks - 1}
+    return {"norm + modulate": 1, "norm": 1, **joint, **inner}
+
+
+def programs(model, number):
+    """Of DiT, so many in each block."""
+    blocks = len(model.transformer_blocks)
+    names = [f"program {i + 1} of BasicTransformerBlock" for i in range(number)]
+    return {"norm": 1, **dict.fromkeys(names, blocks)}
 
 
 def block(**config):
@@ -52,8 +58,11 @@ KINDS = pytest.mark.parametrize("kind", [PIXART, DIT], ids=["pixart", "dit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_exact_gives_the_bits_of_eager(name, dtype):
     model, inputs = made(name, dtype)
-    gelus = {"GELU": len(model.transformer_blocks)}
-    assert fused_sites(check_exact(model, inputs)) == {**places(name, model), **gelus}
+    sites = fused_sites(check_exact(model, inputs))
+    if name == "pixart":
+        assert sites == {**places(model), "GELU": len(model.transformer_blocks)}
+    else:
+        assert sites == programs(model, 7)
 
 
 @BOTH
@@ -61,8 +70,10 @@ def test_fused_errs_no_more_than_eager(name):
     model, inputs = made(name, torch.bfloat16)
     blocks = len(model.transformer_blocks)
     sites = fused_sites(check_fused(model, inputs))
-    attentions = 2 * blocks if name == "pixart" else blocks
-    assert sites == {**places(name, model), "linear + GELU": blocks, "attention": attentions}
+    if name == "pixart":
+        assert sites == {**places(model), "linear + GELU": blocks, "attention": 2 * blocks}
+    else:
+        assert sites == programs(model, 6)
 
 
 @BOTH
@@ -121,10 +132,15 @@ def test_other_labels_with_the_same_shapes():
         assert same(run(model, other), expected)
 
 
-def test_labels_dropped_at_random_in_training():
-    """Work for the next block draws random numbers in the order of eager."""
-    model, inputs = made("dit-xl")
+@pytest.mark.parametrize("recipes", [True, False])
+@BOTH
+def test_random_numbers_are_drawn_as_in_eager_from_the_first_run_on(name, recipes):
+    """Labels that DiT drops in training, and dropout of PixArt."""
+    model, inputs = made(name)
     model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.25
 
     def drawn(seed):
         torch.manual_seed(seed)
@@ -132,8 +148,8 @@ def test_labels_dropped_at_random_in_training():
 
     expected = drawn(0)
     assert not same(expected[0], expected[1])
-    with kw.injected(model):
-        run(model, inputs)
+    with kw.injected(model, recipes=recipes):
+        assert same(drawn(0), expected)
         assert same(drawn(0), expected)
 
 
@@ -144,8 +160,7 @@ def test_a_block_alone(kind, layout):
     if layout == "pixels":  # the layout of patches from a convolution
         rows = inputs["hidden_states"].transpose(1, 2).contiguous().transpose(1, 2)
         inputs["hidden_states"] = rows
-    report = check_exact(model, inputs)
-    assert fused_sites(report)["norm + modulate"] == 1
+    assert fused_sites(check_exact(model, inputs))["norm + modulate"] == 1
 
 
 def test_a_block_of_latte_has_no_second_attention():
@@ -182,10 +197,12 @@ def test_blocks_left_alone_say_why():
     placed = BasicTransformerBlock(
         64, 2, 32, positional_embeddings="sinusoidal", num_positional_embeddings=16
     )
-    both = BasicTransformerBlock(64, 2, 32, cross_attention_dim=32, **DIT)
-    for model, why in ((placed, "positional embeddings"), (both, "second attention")):
-        assert kw.inspect(model).count("BasicTransformerBlock") == 0
-        assert why in str(kw.inspect(model))
+    assert kw.inspect(placed).count("BasicTransformerBlock") == 0
+    assert "positional embeddings" in str(kw.inspect(placed))
+
+
+def test_an_adaptive_norm_beside_a_second_attention():
+    check_exact(*block(**DIT, cross_attention_dim=32))
 
 
 def test_a_hook_on_the_adaptive_norm_runs():
@@ -219,9 +236,9 @@ def test_an_adapter_on_the_projections(name):
 def test_the_recipes_were_written_after_this_diffusers():
     from diffusers.models.attention import BasicTransformerBlock
 
-    from kernelwright.inject.recipes import dit, unet
+    from kernelwright.inject.recipes import pixart, unet
 
-    for patch in (*dit.RECIPE.patches, *unet.RECIPE.patches):
+    for patch in (*pixart.RECIPE.patches, *unet.RECIPE.patches):
         assert patch.is_written_for(BasicTransformerBlock)
 
 
