@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "splits": goals.splits,
     "left": goals.left,
     "without-recipes": goals.without_recipes,
+    "fp8-memory": goals.fp8_memory,
     "hub-calls": figures.hub_calls,
     "programs": programs_table.programs,
     "compatibility": compatibility_table.compatibility,

@@ -54,6 +54,22 @@ def numerics(results: Path) -> str:
     return "\n".join(lines)
 
 
+def fp8_memory(results: Path) -> str:
+    """What the tier fp8 holds beside eager, in runs of these two alone."""
+    (device,) = devices(read([results / "fp8-memory"]))
+    head = ("eager", "fp8, graphs", "reserved, eager", "reserved, fp8", "share")
+    lines = [f"| ms, GiB | {' | '.join(head)} |", "|---|" + "---:|" * len(head)]
+    for model in device.models:
+        eager, ours = model.row("eager"), model.row("fp8+graphs")
+        assert eager is not None
+        assert ours is not None
+        cells = [f"{eager.ms:.1f}", f"{ours.ms:.1f} ({_ratio(eager, ours, 'ms')})"]
+        cells += [f"{row.steady_reserved_gib:.1f}" for row in (eager, ours)]
+        cells.append(_ratio(ours, eager, "steady_reserved_gib"))
+        lines.append(f"| `{model.title}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def splits(results: Path) -> str:
     """Where the milliseconds of a forward go, for the models that have a goal."""
     lines = [f"| | | ms | {' | '.join(KINDS)} |", "|---|---|---|" + "---|" * len(KINDS)]

@@ -56,8 +56,9 @@ WHOLE = {
 # fp8 beside torchao's, with the latents of 30 steps: torch.compile takes a second or two for every
 # block that torchao has quantised
 EIGHT_BITS = ("ltx-video", "ltx-video-161f", "flux-dev", "sd3.5-medium", "wan-1.3b")
+FP8_MEMORY = ("flux-dev", "ltx-video-161f", "wan-2.2-14b")
 # models that have a recipe, by it and without it
-BY_PROGRAMS = ("dit-xl", "sd3.5-medium", "ltx-video", "pixart", "wan-1.3b", "flux-dev")
+BY_PROGRAMS = ("sd3.5-medium", "ltx-video", "pixart", "wan-1.3b", "flux-dev")
 TRAINED = {
     "ltx-video-lora": ("ltx-video", "--lora", "16"),
     "ltx-video-lora-checkpointing": ("ltx-video", "--lora", "16", "--checkpointing"),
@@ -77,6 +78,9 @@ def measurements() -> Iterator[Measurement]:
     for name in EIGHT_BITS:
         command = (*model, *WHOLE[name], "--config", "eager,compile,fp8+graphs", "--seconds", "1")
         yield Measurement(f"fp8/{name}", (*command, "--peer", "torchao"), 200)
+    for name in FP8_MEMORY:
+        command = (*model, *WHOLE.get(name, (name,)), "--config", "eager,fp8+graphs", *quick)
+        yield Measurement(f"fp8-memory/{name}", command, 40)
     for name in BY_PROGRAMS:
         both = "exact,exact+programs,exact+graphs,exact+programs+graphs"
         yield Measurement(f"programs/{name}", (*model, name, "--config", both, *quick), 35)
