@@ -56,7 +56,7 @@ def numerics(results: Path) -> str:
 
 def fp8_memory(results: Path) -> str:
     """What the tier fp8 holds beside eager, in runs of these two alone."""
-    (device,) = devices(read([results / "fp8-memory"]))
+    (device,) = devices(read([results.with_name("h200-fp8-memory")]))
     head = ("eager", "fp8, graphs", "reserved, eager", "reserved, fp8", "share")
     lines = [f"| ms, GiB | {' | '.join(head)} |", "|---|" + "---:|" * len(head)]
     for model in device.models:
@@ -85,7 +85,7 @@ def splits(results: Path) -> str:
 
 def without_recipes(results: Path) -> str:
     """Models that have a recipe, by it and without it, in `exact`: milliseconds of one forward."""
-    (device,) = devices(read([results / "programs"]))
+    (device,) = devices(read([results.with_name("h200-programs")]))
     head = ("by its recipe", "by programs", "recipe, graphs", "programs, graphs")
     configs = ("exact", "exact+programs", "exact+graphs", "exact+programs+graphs")
     lines = [f"| ms, `exact` | {' | '.join(head)} |", "|---|" + "---:|" * len(head)]

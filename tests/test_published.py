@@ -96,7 +96,7 @@ def test_fp8_stands_beside_its_peer_and_the_control(tmp_path):
     assert f"| `ltx-video` 49f batch 2 | {speed} | {errors} | {latents} | 0.62× |" in text
     assert "| 2.00× | – | 1.0% | – | 6.0% | – | – | – | – | – |" in text
     beside = [model_row("eager"), model_row("fp8+graphs", 25.0, error=0.05)]
-    write_results(tmp_path / "results" / "h200" / "fp8", "models", *beside)
+    write_results(tmp_path / "results" / "h200-fp8", "models", *beside)
     readme_tables.update(tmp_path / "README.md", tmp_path / "results")
     assert "| `ltx-video` 49f batch 2 | 4.00× | – |" in (tmp_path / "README.md").read_text()
 

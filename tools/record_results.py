@@ -2,10 +2,11 @@
 
     python tools/record_results.py [NAME ...] [--out results/h200] [--within SECONDS] [--list]
 
-Each name is a file under `--out`: `models/ltx-video`, or `models` for all of that folder. Without
-names all are recorded, the least recently recorded first. A measurement is started only if it
-should end `--within` so many seconds, so that it can be continued on a machine that is lent for
-minutes; one that takes three times as long as expected is stopped, and the next one starts.
+Each name is a file under `--out`: `models/ltx-video`, or `models` for all of that folder;
+`programs/ltx-video` is one in a folder beside it, `results/h200-programs`. Without names all are
+recorded, the least recently recorded first. A measurement is started only if it should end
+`--within` so many seconds, so that it can be continued on a machine that is lent for minutes; one
+that takes three times as long as expected is stopped, and the next one starts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 
 PEERS = "eager,compile,compile+graphs"
 TIERS = f"{PEERS},exact+graphs,fused+graphs,fp8+graphs"
+# of models that are also in another folder: beside `--out`, where a row stands once
+APART = ("fp8", "fp8-memory", "programs")
 LATE = 3.0  # times the expected seconds after which a measurement is stopped
 
 
@@ -36,6 +39,9 @@ class Measurement:
         return [*self.command, "--out", str(self.file(out))]
 
     def file(self, out: Path) -> Path:
+        group, _, name = self.name.partition("/")
+        if group in APART:
+            return out.with_name(f"{out.name}-{group}") / f"{name}.json"
         return out / f"{self.name}.json"
 
 

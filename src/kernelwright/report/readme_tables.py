@@ -126,15 +126,16 @@ def fp8_error(folder: Path) -> str:
 
 def fp8(folder: Path) -> str:
     """What the tier fp8 gains and costs: beside torchao, and torch.compile as the control, which
-    changes rounding alone. Runs beside torchao, in the folder fp8, stand for those of models."""
+    changes rounding alone. Runs beside torchao, in a folder of their own, stand for the others."""
     lines = [
         "| `fp8` with CUDA graphs | speed-up | of torchao | error of eager | of torch.compile "
         "| of `fp8` | of torchao | PSNR of torch.compile | of `fp8` | of torchao | GPU memory |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     _, found = one_size(folder / "models")
-    runs = any((folder / "fp8").glob("*.json"))
-    beside = {m.title: m for m in _models_of(folder / "fp8")[1]} if runs else {}
+    apart = folder.with_name(f"{folder.name}-fp8")
+    runs = any(apart.glob("*.json"))
+    beside = {m.title: m for m in _models_of(apart)[1]} if runs else {}
     for model in found:
         model = beside.get(model.title, model)
         eager, ours, control = map(model.row, ("eager", "fp8+graphs", "compile"))
