@@ -84,18 +84,19 @@ def splits(results: Path) -> str:
 
 
 def without_recipes(results: Path) -> str:
-    """Models that have a recipe, by it and without it, in `exact`: milliseconds of one forward."""
+    """Models that have a recipe, by it and without it: milliseconds of one forward."""
     (device,) = devices(read([results.with_name("h200-programs")]))
-    head = ("by its recipe", "by programs", "recipe, graphs", "programs, graphs")
-    configs = ("exact", "exact+programs", "exact+graphs", "exact+programs+graphs")
-    lines = [f"| ms, `exact` | {' | '.join(head)} |", "|---|" + "---:|" * len(head)]
+    ways = ("exact", "exact+graphs", "fused+graphs", "fp8+graphs")
+    ways = tuple(w for w in ways if any(m.row(w) for m in device.models))
+    head = (f"`{way.replace('+', ' + ')}`: recipe | programs" for way in ways)
+    lines = [f"| ms | {' | '.join(head)} |", "|---|" + "---:|" * 2 * len(ways)]
     for model in device.models:
         cells = []
-        for config in configs:
-            row = model.row(config)
-            assert row is not None
-            assert row.equal
-            cells.append(f"{row.ms:.1f}")
+        for way in ways:
+            tier, _, graphs = way.partition("+")
+            for row in (model.row(way), model.row("+".join([tier, "programs", graphs]).strip("+"))):
+                assert row is None or tier != "exact" or row.equal
+                cells.append("–" if row is None else f"{row.ms:.1f}")
         lines.append(f"| `{model.title}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -88,8 +88,16 @@ def measurements() -> Iterator[Measurement]:
         command = (*model, *WHOLE.get(name, (name,)), "--config", "eager,fp8+graphs", *quick)
         yield Measurement(f"fp8-memory/{name}", command, 40)
     for name in BY_PROGRAMS:
-        both = "exact,exact+programs,exact+graphs,exact+programs+graphs"
-        yield Measurement(f"programs/{name}", (*model, name, "--config", both, *quick), 35)
+        configs = [
+            f"{tier}{way}{graphs}"
+            for tier, graphs in (
+                ("exact", ""),
+                *((t, "+graphs") for t in ("exact", "fused", "fp8")),
+            )
+            for way in ("", "+programs")
+        ]
+        command = (*model, name, "--config", ",".join(configs), *quick)
+        yield Measurement(f"programs/{name}", command, 70)
     for name in ("flux2-dev", "ltx-2"):
         command = (*model, name, "--config", "eager,exact+graphs", *quick)
         yield Measurement(f"full-depth/{name}", command, 60)
