@@ -120,6 +120,7 @@ def kernel(monkeypatch):
         ran.append(tuple(scores.shape))
         return by_pytorch(scores, mask)
 
+    monkeypatch.setattr(all_scores, "MIN_QUERIES", 1)
     monkeypatch.setattr(all_scores, "probabilities", probabilities)
     monkeypatch.setattr(all_scores, "why_not", lambda *given: None)
     return ran
@@ -152,7 +153,7 @@ def test_other_bits_are_not_used(kernel, monkeypatch):
     assert report.problems
 
 
-@pytest.mark.parametrize("how", ["autocast", "gradients", "patched"])
+@pytest.mark.parametrize("how", ["autocast", "gradients", "patched", "few"])
 def test_what_pytorch_would_do_otherwise_runs_eager(how, kernel, monkeypatch):
     model = falcon(**SEVEN)
     if how == "patched":
@@ -160,6 +161,8 @@ def test_what_pytorch_would_do_otherwise_runs_eager(how, kernel, monkeypatch):
         monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: usual(*a, **k))
     if how == "gradients":
         model.requires_grad_()
+    if how == "few":
+        monkeypatch.setattr(all_scores, "MIN_QUERIES", 8)
 
     def ran():
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):

@@ -10,6 +10,7 @@ import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, run, same
 from inject.language import LAYERS, words
 from kernelwright import models
+from kernelwright.inject.fusions import all_scores
 from kernelwright.inject.fusions import attention as fusions
 from kernelwright.inject.verify import accuracy
 
@@ -57,7 +58,8 @@ def test_exact_gives_the_bits_of_eager(kind, dtype):
     assert fused_sites(check_exact(falcon(dtype, **config), words())) == sites
 
 
-def test_fused_errs_no_more_than_eager():
+def test_fused_errs_no_more_than_eager(monkeypatch):
+    monkeypatch.setattr(all_scores, "MIN_QUERIES", 1)
     report = check_fused(falcon(torch.bfloat16, **SEVEN), words())
     assert fused_sites(report) == SITES["7B"][1] | {"attention": 2}
 
@@ -71,6 +73,7 @@ def test_fused_attention_of_shared_keys_is_causal_without_a_mask(padded, monkeyp
         given.append((key.shape[1], mask is None, causal))
         return attend(query, key, value, mask, causal=causal)
 
+    monkeypatch.setattr(all_scores, "MIN_QUERIES", 1)
     attend = fusions.attention
     monkeypatch.setattr(fusions, "attention", attention)
     mask = torch.ones(2, 7, dtype=torch.long)

@@ -25,7 +25,7 @@ THREADS = 1024
 # PyTorch's softmax keeps shorter rows in a warp and longer ones in shared memory: other orders
 MIN_KEYS, MAX_KEYS = THREADS + 1, 9 * THREADS
 SAMPLE_ROWS = 64
-MIN_QUERIES = 64  # not tuned: fewer gain little, and each token that is generated has a new length
+MIN_QUERIES = 64  # not tuned: fewer gain little, and each generated token has a new number of keys
 
 
 def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | None:
@@ -39,8 +39,6 @@ def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | No
         return f"a mask {list(mask.shape)} of {mask.dtype}"
     if not MIN_KEYS <= keys <= MAX_KEYS or mask.shape[3] != keys or mask.stride(3) != 1:
         return f"rows of {keys}: no kernel has PyTorch's order"
-    if query.shape[2] < MIN_QUERIES:
-        return f"{query.shape[2]} queries"
     if torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         return "scores in 16 bits"
     why = cuda.problem(query.device, query.dtype)

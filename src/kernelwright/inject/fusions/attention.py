@@ -199,8 +199,6 @@ class AttentionFusions(BaseFusions):
     ) -> Tensor:
         """Attention over [batch, heads, tokens, dim] by the fastest kernel of the tier, as [batch,
         tokens, heads, dim]."""
-        if mask is not None and self._is_causal(mask, query.shape[2], key.shape[2]):
-            mask, causal = None, True
 
         def in_16_bits() -> Tensor:
             return attention(query, key, value, mask, causal=causal)
@@ -328,47 +326,63 @@ class AttentionFusions(BaseFusions):
         value: Tensor,
         mask: Part = None,
         gathered: bool = False,
-        causal: bool = False,
     ) -> Tensor:
         """F.scaled_dot_product_attention over [batch, tokens, heads, dim], without copies.
         `gathered`: eager concatenates streams of tokens per head, and so has contiguous heads."""
-        how: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
 
         def eager() -> Tensor:
             a, b, c = (t.contiguous() if gathered else t for t in (q, k, v))
-            return F.scaled_dot_product_attention(a, b, c, **how).transpose(1, 2)
+            return F.scaled_dot_product_attention(a, b, c, attn_mask=mask).transpose(1, 2)
 
         def kernel() -> Tensor:
             if self.exact or torch.compiler.is_compiling() or not torch_attends():
-                return F.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2)
-            return self._attend(q, k, v, mask, causal)
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+            return self._attend(q, k, v, mask)
 
         if self.exact and not gathered:
-            if mask is None or causal or not self._keeps_all_scores(q, k, v, mask):
-                return eager()
-            return site(
-                "attention with all scores",
-                eager,
-                lambda: all_scores.attend(q, k, v, mask).transpose(1, 2),
-                *(q, k, v),
-            )
+            return eager()
         return site("attention", eager, kernel, q, k, v)
 
-    def _keeps_all_scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-        """Whether PyTorch's kernel is the one with all scores in memory, and ours can stand for
-        what it does between its GEMMs."""
-        if torch.compiler.is_compiling() or not torch_attends() or mode.eager:
-            return False
-        mixed = torch.is_autocast_enabled(query.device.type)
-        if mixed or needs_grad(query, key, value, mask):
-            return False
-        if attention_choice(query, key, value, mask, None, grouped=False) != SDPBackend.MATH:
-            return False
-        why = all_scores.why_not(query, key, value, mask)
-        if why is not None:
+    def sdpa_of_shared_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Part, causal: bool
+    ) -> Tensor:
+        """F.scaled_dot_product_attention over [batch, heads, tokens, dim], which is not told that
+        heads share keys: then PyTorch computes all scores."""
+
+        def eager() -> Tensor:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal
+            )
+
+        # of few queries all scores are few
+        if query.shape[2] < all_scores.MIN_QUERIES or mode.eager or not torch_attends():
+            return eager()
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
+            return eager()
+        operands = query, key, value
+        if not self.exact:
+            known = mask is not None and self._is_causal(mask, query.shape[2], key.shape[2])
+            sees = (None, True) if known else (mask, causal)
+            return site(
+                "attention",
+                eager,
+                lambda: self._attend(*operands, *sees).transpose(1, 2),
+                *operands,
+            )
+        if mask is None or causal or needs_grad(*operands, mask):
+            return eager()
+        if attention_choice(*operands, mask, None, grouped=False) != SDPBackend.MATH:
+            return eager()
+        if (why := all_scores.why_not(*operands, mask)) is not None:
             declined("attention with all scores", why)
-        return why is None
+            return eager()
+        return site(
+            "attention with all scores",
+            eager,
+            lambda: all_scores.attend(query, key, value, mask),
+            *operands,
+        )
 
     def linear_of_first_tokens(self, linear: Any, rows: Tensor, tokens: int) -> Tensor:
         """linear(rows[:, :tokens]). PyTorch makes such a slice contiguous, and adds the bias in a

@@ -108,9 +108,8 @@ def attention(fuse: Fusions, kind: type[nn.Module]) -> Forward:
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
         causal = self.is_causal and attention_mask is None and query.shape[2] > 1
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        rows = fuse.sdpa(query, key, value, attention_mask, causal=causal)
-        return self.dense(rows.flatten(2)), None
+        rows = fuse.sdpa_of_shared_keys(query, key, value, attention_mask, causal)
+        return self.dense(rows.transpose(1, 2).flatten(2)), None
 
     return forward
 
