@@ -3,6 +3,7 @@ that last for one run."""
 
 import gc
 import os
+import platform
 import sys
 import tempfile
 import warnings
@@ -22,6 +23,8 @@ if not torch.cuda.is_available():
     # PyTorch divides a product by its threads, so one of packed weights may have other bits with
     # two; and the workers of one run share the cores
     torch.set_num_threads(1)
+    # on Arm oneDNN takes five times as long as BLAS for products of this size
+    torch.backends.mkldnn.enabled = platform.machine() != "aarch64"
     # torch.manual_seed also seeds devices that may come later: it notes the stack for each of them,
     # which takes a millisecond inside of a test
     for accelerator in (torch.cuda, torch.xpu, torch.mtia):
