@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -92,6 +93,15 @@ def test_light_recording_asks_before_an_op_runs():
     with internals.light_recording(refuse), pytest.raises(ValueError, match="random"):
         make_fx(lambda x: x * torch.rand(2))(torch.ones(2))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_whether_a_linear_layer_adds_its_bias_apart():
+    weight, bias = torch.ones(8, 16), torch.ones(8)
+    whole = torch.ones(2, 9, 16)
+    for x in (whole, whole[:, :5], whole[:1, :5], whole[0], whole[0, :, None]):
+        graph = make_fx(lambda x: F.linear(x, weight, bias))(x).graph
+        called = {str(n.target) for n in graph.nodes if n.op == "call_function"}
+        assert ("aten.addmm.default" not in called) == internals.linear_adds_bias_apart(x)
 
 
 def test_forward_mode():

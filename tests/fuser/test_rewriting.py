@@ -64,6 +64,41 @@ def test_a_convolution_without_bias_stays_as_it_is(monkeypatch):
     assert str(made.graph) == before
 
 
+class OfAPart(nn.Module):
+    """A linear layer of some tokens, as after attention of two streams."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.out(x[:, :5]) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_bias_of_a_layer_of_some_tokens_goes_into_the_program_after_it(batch, dtype):
+    torch.manual_seed(0)
+    block, x = OfAPart().to(dtype), torch.randn(batch, 9, 16, dtype=dtype)
+    made = recorded(block, x)
+    rewriting.take_bias_out_of_products(made.graph)
+    (node,) = made.graph.find_nodes(op="call_function", target=LINEAR)
+    apart = batch == 2  # the tokens of one sample have no gaps
+    assert (node.args[2] is None) == apart
+    plan = planning.plan(made)
+    assert len(plan.steps) == 2
+    assert plan.ops == 1 + apart
+    assert torch.equal(*result(made, block, x))
+
+
+def test_the_bias_stays_where_pytorch_is_told_to_flatten_rows(monkeypatch):
+    monkeypatch.setenv("TORCH_LINEAR_FLATTEN_3D", "1")
+    made = recorded(OfAPart(), torch.randn(2, 9, 16))
+    rewriting.take_bias_out_of_products(made.graph)
+    (node,) = made.graph.find_nodes(op="call_function", target=LINEAR)
+    assert node.args[2] is not None
+
+
 def targets(made):
     return [n.target for n in made.graph.find_nodes(op="call_function", target=LINEAR)], [
         n.target for n in made.graph.find_nodes(op="call_function", target=LINEAR_GELU)

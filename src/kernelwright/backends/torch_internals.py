@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -351,6 +352,12 @@ def adds_bias_apart(x: Tensor, weight: Tensor, bias: Tensor, *how: Any) -> bool:
         return False
     with getattr(x, "fake_mode", nullcontext()):
         return _convolution_backend(x, weight, bias, *how) == _CUDNN_CONVOLUTION
+
+
+def linear_adds_bias_apart(x: Tensor) -> bool:
+    """Whether F.linear of such rows is a product without a bias, and an addition."""
+    flattened = os.environ.get("TORCH_LINEAR_FLATTEN_3D") == "1"
+    return x.ndim == 3 and not x.is_contiguous() and not flattened
 
 
 def native_kernels() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..backends.torch_internals import adds_bias_apart, pytree
+from ..backends.torch_internals import adds_bias_apart, linear_adds_bias_apart, pytree
 from .recorded_ops import LINEAR, LINEAR_GELU, LINEARS
 from .row_layout import ACCESS
 from .views import PARTS, VIEWS, packet
@@ -26,18 +26,29 @@ def take_bias_out_of_convolutions(graph: fx.Graph) -> None:
         values = [v.meta["val"] for v in (x, weight, bias) if v is not None]
         if bias is None or not adds_bias_apart(*values, *rest):
             continue
-        result = node.meta["val"]
         with graph.inserting_after(node):
-            shape = [1, -1, *(1 for _ in result.shape[2:])]
+            shape = [1, -1, *(1 for _ in node.meta["val"].shape[2:])]
             column = graph.call_function(aten.view.default, (bias, shape))
             column.meta["val"] = bias.meta["val"].view(shape)
-        with graph.inserting_after(column):
-            total = graph.call_function(aten.add.Tensor, (node, column))
-            total.meta["val"] = result
-        node.replace_all_uses_with(
-            total, delete_user_cb=lambda user, total=total: user is not total
-        )
+        _add_after(graph, node, column)
         node.args = (x, weight, None, *rest)
+
+
+def take_bias_out_of_products(graph: fx.Graph) -> None:
+    """The same for linear layers of rows with gaps, such as the tokens of one stream in a batch."""
+    for node in graph.find_nodes(op="call_function", target=LINEAR):
+        x, weight, bias = node.args
+        if bias is not None and linear_adds_bias_apart(x.meta["val"]):
+            _add_after(graph, node, bias)
+            node.args = (x, weight, None)
+
+
+def _add_after(graph: fx.Graph, node: fx.Node, bias: fx.Node) -> None:
+    """Have everything that reads a node read its sum with a bias."""
+    with graph.inserting_after(bias if bias.op == "call_function" else node):
+        total = graph.call_function(aten.add.Tensor, (node, bias))
+    total.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
 
 
 def take_gelu_into_products(graph: fx.Graph) -> None:

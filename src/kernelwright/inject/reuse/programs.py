@@ -28,6 +28,7 @@ from ...fuser.recording import CannotRecord, Recording
 from ...fuser.rewriting import (
     join_products_of_one_input,
     take_bias_out_of_convolutions,
+    take_bias_out_of_products,
     take_gelu_into_products,
 )
 from ...fuser.running import Executable
@@ -188,6 +189,8 @@ class Programs:
         if not self.exact and self.fp8_layers is None:
             take_gelu_into_products(made.graph)
         take_bias_out_of_convolutions(made.graph)
+        if self.fp8_layers is None:  # whose products add it
+            take_bias_out_of_products(made.graph)
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
         if device is not None:
             # on a CPU, PyTorch's functions of parts of a tensor have other bits than of a whole one
