@@ -67,12 +67,12 @@ def test_a_convolution_without_bias_stays_as_it_is(monkeypatch):
 class OfAPart(nn.Module):
     """A linear layer of some tokens, as after attention of two streams."""
 
-    def __init__(self):
+    def __init__(self, tokens=5):
         super().__init__()
-        self.out = nn.Linear(16, 16)
+        self.out, self.tokens = nn.Linear(16, 16), tokens
 
     def forward(self, x):
-        return self.out(x[:, :5]) * 2
+        return self.out(x[:, x.shape[1] - self.tokens :]) * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,6 +89,37 @@ def test_the_bias_of_a_layer_of_some_tokens_goes_into_the_program_after_it(batch
     assert len(plan.steps) == 2
     assert plan.ops == 1 + apart
     assert torch.equal(*result(made, block, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 5), (2, 5), (2, 4), (2, 9)])
+def test_a_layer_of_most_tokens_is_a_part_of_that_of_all(batch, tokens, dtype):
+    torch.manual_seed(0)
+    block, x = OfAPart(tokens).to(dtype), torch.randn(batch, 9, 16, dtype=dtype)
+    made, asked = recorded(block, x), []
+
+    def wanted(layer, rows, first, count):
+        asked.append((layer.target, tuple(rows.shape), first, count))
+        return True
+
+    rewriting.take_bias_out_of_products(made.graph)
+    rewriting.multiply_whole_rows(made.graph, wanted)
+    (node,) = made.graph.find_nodes(op="call_function", target=LINEAR)
+    whole = (batch, tokens) == (2, 5)  # without a gap, or of fewer tokens, nothing is saved
+    assert asked == [(LINEAR, (2, 9, 16), 9 - tokens, tokens)] * whole
+    assert tuple(node.meta["val"].shape) == (batch, 9 if whole else tokens, 16)
+    assert len(planning.plan(made).steps) == 2
+    got, expected = result(made, block, x)
+    torch.testing.assert_close(got, expected)
+    assert got.stride() == expected.stride()
+
+
+def test_a_layer_of_most_tokens_stays_if_it_is_not_wanted():
+    made = recorded(OfAPart(), torch.randn(2, 9, 16))
+    rewriting.take_bias_out_of_products(made.graph)
+    before = str(made.graph)
+    rewriting.multiply_whole_rows(made.graph, lambda *_: False)
+    assert str(made.graph) == before
 
 
 def test_the_bias_stays_where_pytorch_is_told_to_flatten_rows(monkeypatch):

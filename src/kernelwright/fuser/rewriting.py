@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..backends.torch_internals import adds_bias_apart, linear_adds_bias_apart, pytree
 from .recorded_ops import LINEAR, LINEAR_GELU, LINEARS
@@ -41,6 +41,37 @@ def take_bias_out_of_products(graph: fx.Graph) -> None:
         if bias is not None and linear_adds_bias_apart(x.meta["val"]):
             _add_after(graph, node, bias)
             node.args = (x, weight, None)
+
+
+# a linear layer, all its rows, the first of its tokens and how many
+Wanted = Callable[[fx.Node, Tensor, int, int], bool]
+
+
+def multiply_whole_rows(graph: fx.Graph, wanted: Wanted) -> None:
+    """Write a linear layer of most tokens of a batch as a part of its product with all of them: to
+    take them out of a batch PyTorch copies them. Only those that are `wanted`."""
+    for node in graph.find_nodes(op="call_function", target=LINEAR):
+        tokens, weight, bias = node.args
+        if bias is not None or tokens.target is not aten.slice.Tensor:
+            continue
+        rows, dim, start, *_ = (*tokens.args, 0, 0)[: max(3, len(tokens.args))]
+        whole, some = rows.meta["val"], tokens.meta["val"]
+        count = some.shape[1]
+        if whole.ndim != 3 or not whole.is_contiguous() or whole.stride() != some.stride():
+            continue
+        if dim != 1 or some.is_contiguous() or 2 * count < whole.shape[1]:
+            continue
+        # results of the same layout were recorded as one: the value does not tell where it begins
+        first = range(whole.shape[1])[slice(start, None)][0]
+        if not wanted(node, whole, first, count):
+            continue
+        with graph.inserting_before(node):
+            product = graph.call_function(LINEAR, (rows, weight, None))
+            product.meta["val"] = _called(product)
+            part = graph.call_function(aten.slice.Tensor, (product, 1, first, first + count))
+            part.meta["val"] = _called(part)
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
 
 
 def _add_after(graph: fx.Graph, node: fx.Node, bias: fx.Node) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...fuser.recording import Recording
@@ -92,6 +93,34 @@ class ProgramProducts:
         if packed_weights.why_unlike(weights, biases) or not like.is_contiguous():
             return False
         return not self.exact or self._have_same_bits(like, weights, biases)
+
+    def whole(
+        self,
+        made: Recording,
+        inputs: Sequence[Tensor],
+        layer: fx.Node,
+        rows: Tensor,
+        first: int,
+        count: int,
+    ) -> bool:
+        """Whether a linear layer of some tokens may be a part of that of all rows: in `exact` if it
+        then has the same bits, tried on random numbers."""
+        own = dict(zip(made.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        weight = own.get(layer.args[1])
+        if self.same_bits is None or weight is None:
+            return False
+        if not self.exact:
+            return True
+        drawn = torch.Generator(rows.device).manual_seed(0)
+        x = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device, generator=drawn)
+        return self.same_bits(
+            "some tokens",
+            x,
+            (first, count, len(weight)),
+            False,
+            lambda: F.linear(x, weight).narrow(1, first, count),
+            lambda: F.linear(x.narrow(1, first, count), weight),
+        )
 
     def _have_same_bits(self, like: Tensor, weights: list[Any], biases: list[Any]) -> bool:
         """Whether one product of layers sums in the order of several, tried on random numbers."""

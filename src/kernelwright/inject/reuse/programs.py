@@ -27,6 +27,7 @@ from ...fuser.recorded_ops import plain_attention
 from ...fuser.recording import CannotRecord, Recording
 from ...fuser.rewriting import (
     join_products_of_one_input,
+    multiply_whole_rows,
     take_bias_out_of_convolutions,
     take_bias_out_of_products,
     take_gelu_into_products,
@@ -197,6 +198,8 @@ class Programs:
             inputs = made.inputs(module, args, kwargs)
             wanted = partial(self._products.join, module, made, inputs)
             join_products_of_one_input(made.graph, wanted)
+            if self.fp8_layers is None:
+                multiply_whole_rows(made.graph, partial(self._products.whole, made, inputs))
         kind = type(module).__name__
         try:
             found = self._planned(device, kind, made)
