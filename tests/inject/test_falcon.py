@@ -171,7 +171,8 @@ def test_training(checkpointing):
 
 
 @pytest.mark.parametrize("numerics", share(["exact", "fused"], 2, start=1))
-def test_compiled_whole_it_gives_what_it_gives_injected(numerics):
+def test_compiled_whole_it_gives_what_it_gives_injected(numerics, monkeypatch):
+    monkeypatch.setattr(all_scores, "MIN_QUERIES", 1)
     model, inputs = falcon(torch.bfloat16, **SEVEN), words()
     eager = run(model, inputs).logits
     with kw.injected(model, numerics=numerics):

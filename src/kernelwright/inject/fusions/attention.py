@@ -356,9 +356,9 @@ class AttentionFusions(BaseFusions):
             )
 
         # of few queries all scores are few
-        if query.shape[2] < all_scores.MIN_QUERIES or mode.eager or not torch_attends():
+        if torch.compiler.is_compiling() or query.shape[2] < all_scores.MIN_QUERIES:
             return eager()
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(query.device.type):
+        if mode.eager or not torch_attends() or torch.is_autocast_enabled(query.device.type):
             return eager()
         operands = query, key, value
         if not self.exact:
