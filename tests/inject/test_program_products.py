@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from inject.harness import check_exact, check_fused
+from kernelwright import models
 from kernelwright.fuser import recording
 from kernelwright.fuser.recorded_ops import LINEAR
+from kernelwright.inject.reuse import programs
 from kernelwright.inject.reuse.packed_gemm import SameBits
 from kernelwright.inject.reuse.program_products import ProgramProducts
 
@@ -49,3 +52,25 @@ def test_without_anything_to_compare_with_it_stays_apart():
     (layer,) = made.graph.find_nodes(op="call_function", target=LINEAR)
     given = made.inputs(block, (x,), {})
     assert not ProgramProducts(False, None, None).whole(made, given, layer, x, 0, 5)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fused"])
+@pytest.mark.parametrize("preset", ["sd3.5-medium", "auraflow"])
+def test_streams_of_a_batch_are_multiplied_together(preset, numerics, monkeypatch):
+    """As on a GPU: the layers after joint attention, each of which takes a part of the tokens."""
+    usual, changed = programs.Programs._planned, []
+
+    def planned(self, device, kind, made):
+        before = str(made.graph)
+        programs.multiply_whole_rows(made.graph, lambda *given: True)
+        changed.append(str(made.graph) != before)
+        return usual(self, device, kind, made)
+
+    monkeypatch.setattr(programs.Programs, "_planned", planned)
+    build = {"tiny": True, "dtype": torch.float32 if numerics == "exact" else torch.bfloat16}
+    model, inputs = models.build(preset, **build), models.inputs(preset, **build)
+    if numerics == "exact":
+        check_exact(model, inputs, recipes=False)
+    else:
+        check_fused(model, inputs, recipes=False)
+    assert any(changed)

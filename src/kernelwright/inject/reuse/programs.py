@@ -194,12 +194,7 @@ class Programs:
             take_bias_out_of_products(made.graph)
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
         if device is not None:
-            # on a CPU, PyTorch's functions of parts of a tensor have other bits than of a whole one
-            inputs = made.inputs(module, args, kwargs)
-            wanted = partial(self._products.join, module, made, inputs)
-            join_products_of_one_input(made.graph, wanted)
-            if self.fp8_layers is None:
-                multiply_whole_rows(made.graph, partial(self._products.whole, made, inputs))
+            self._rewrite_products(module, made, made.inputs(module, args, kwargs))
         kind = type(module).__name__
         try:
             found = self._planned(device, kind, made)
@@ -244,6 +239,15 @@ class Programs:
         return torch.empty_strided(like.shape, like.stride(), dtype=y.dtype, device=y.device).copy_(
             y
         )
+
+    def _rewrite_products(
+        self, module: nn.Module, made: Recording, inputs: Sequence[Tensor]
+    ) -> None:
+        """For a GPU: on a CPU, PyTorch's functions of parts of a tensor have other bits than of a
+        whole one."""
+        join_products_of_one_input(made.graph, partial(self._products.join, module, made, inputs))
+        if self.fp8_layers is None:
+            multiply_whole_rows(made.graph, partial(self._products.whole, made, inputs))
 
     def _planned_again(
         self, device: torch.device | None, kind: str, made: Recording
