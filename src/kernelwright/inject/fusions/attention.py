@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ...backends.torch_internals import added_where_false, attention_choice, view_base
-from ...fuser import attention_by_lengths
+from ...backends.torch_internals import added_where_false, attention_choice
 from ...fuser.attention_by_lengths import Lengths
 from ...library_internals import active_attention_backend, processor_choices
 from ...ops import selection
@@ -21,6 +20,7 @@ from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
+from ..reuse.mask_lengths import lengths_of
 from ..reuse.packed_weights import why_not_now
 from ..reuse.rope_tables import QK_NORM_ROPE_KEPT
 from ..runtime.sites import declined, eagerly, equal, mode, site
@@ -209,14 +209,8 @@ class AttentionFusions(BaseFusions):
         return (in_16_bits() if y is None else y).transpose(1, 2)
 
     def _is_causal(self, mask: Tensor, queries: int, keys: int) -> bool:
-        """Whether a mask only says that a row sees the keys up to its own: asked once per forward,
-        since that waits for the GPU, and not where blocks must not share the answer."""
-        if queries != keys or not self.masks.is_allowed(mask):
-            return False
-        view = mask.shape, mask.stride(), mask.storage_offset(), queries
-        said = self.masks(
-            view_base(mask), view, lambda: attention_by_lengths.read(mask, queries, keys)
-        )
+        """Whether a mask only says that a row sees the keys up to its own."""
+        said = lengths_of(self.masks, mask, queries, keys) if queries == keys else None
         return isinstance(said, Lengths) and said.causal
 
     def attend_grouped(

@@ -37,9 +37,8 @@ def modulated_block(fuse: Fusions) -> Forward:
         class_labels: Tensor | None = None,
         added_cond_kwargs: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        if not is_plain(self, hidden_states, cross_attention_kwargs):
+        if timestep is None or not is_plain(self, hidden_states, cross_attention_kwargs):
             return NotImplemented
-        assert timestep is not None
         ahead = work_ahead.take(self, hidden_states, timestep)
         # patches arrive transposed; eager's sums take the layout of the branch
         hidden_states = hidden_states.contiguous()

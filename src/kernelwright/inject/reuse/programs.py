@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from ...backends.torch_internals import layout_check, view_base
-from ...fuser import attention_by_lengths, planning, recording
-from ...fuser.attention_by_lengths import Lengths
+from ...backends.torch_internals import layout_check
+from ...fuser import planning, recording
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
 from ...fuser.program import Program
@@ -38,6 +37,7 @@ from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
 from .bound import Bound
 from .kept_prompts import KeptPrompt
+from .mask_lengths import lengths_of
 from .packed_gemm import SameBits
 from .program_products import ProgramProducts, layers_of
 from .program_sites import ProgramSites
@@ -212,9 +212,9 @@ class Programs:
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = ProgramSites(kind, programs, launched, self.fell_back)
         products = None if device is None else self._products.of
-        lengths_of = None if self.exact else self._lengths_of
+        asked = None if self.exact else partial(lengths_of, self._masks)
         attention = None if self.fp8_layers is None else self._attention
-        executable = Executable(plan, runner, products, lengths_of, runner.launcher, attention)
+        executable = Executable(plan, runner, products, asked, runner.launcher, attention)
         again = partial(self._planned_again, device)
         return Recorded(kind, made, executable, len(programs), plan, again)
 
@@ -256,16 +256,6 @@ class Programs:
             return self._planned(device, kind, made)
         except CannotIndex:
             return None
-
-    def _lengths_of(self, mask: Tensor, queries: int, keys: int) -> Lengths | str | None:
-        """What a mask says about lengths: asked once per forward, since that waits for the GPU, and
-        not at all where blocks must not share the answer."""
-        if not PerForwardCache.is_allowed(mask):
-            return None
-        view = mask.shape, mask.stride(), mask.storage_offset(), queries, keys
-        return self._masks(
-            view_base(mask), view, lambda: attention_by_lengths.read(mask, queries, keys)
-        )
 
 
 def places_of(root: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
