@@ -26,7 +26,7 @@ from .recorded_ops import plain_attention
 MAX_RANGES = 4
 # samples of different lengths are one call each
 MAX_CALLS = 8
-# said instead of a number of edges
+# codes in place of the number of edges
 MORE, CAUSAL = -1, -2
 
 Ranges = tuple[tuple[int, int], ...]  # start and end of each
@@ -140,7 +140,7 @@ def attend(
     `like`, the recorded one: a kernel without a mask may leave it in another order."""
     if not isinstance(lengths, Lengths):
         return plain_attention(query, key, value, mask, dropout, causal, scale, grouped, backends)
-    # for heads that share keys without saying so PyTorch computes all scores (Falcon 7B)
+    # without enable_gqa, PyTorch computes the whole score matrix of heads that share a key (Falcon)
     grouped = grouped or key.shape[1] != query.shape[1]
     how = dropout, causal or lengths.causal, scale, grouped, backends
     alike = len(lengths.samples) == 1

@@ -43,10 +43,10 @@ def take_bias_out_of_products(graph: fx.Graph) -> None:
             node.args = (x, weight, None)
 
 
-# To copy a number of a row takes PyTorch as long as to multiply it by this many weights: 41 us for
-# 2 x 4096 x 1536 (SD3.5 on an H200), where a GEMM runs at about 600 TFLOP/s.
+# PyTorch's copy of one element of a strided input takes as long as this many multiply-adds of a
+# GEMM: 41 us for 2 x 4096 x 1536 (SD3.5 on an H200), where GEMMs run at about 600 TFLOP/s.
 COPY_IN_PRODUCTS = 900
-# a linear layer, all its rows, the first of its tokens and how many
+# takes the linear layer, its whole input, the first token that it reads and their number
 Wanted = Callable[[fx.Node, Tensor, int, int], bool]
 
 
@@ -66,8 +66,8 @@ def multiply_whole_rows(graph: fx.Graph, wanted: Wanted) -> None:
             continue
         outputs = node.meta["val"].shape[2]
         if (whole.shape[1] - count) * outputs > count * COPY_IN_PRODUCTS:
-            continue  # what is multiplied in vain takes longer
-        # results of the same layout were recorded as one: the value does not tell where it begins
+            continue  # the extra rows of the GEMM would cost more than the copy
+        # tensors of one layout share a fake tensor, whose storage offset is therefore meaningless
         first = range(whole.shape[1])[slice(start, None)][0]
         if not wanted(node, whole, first, count):
             continue

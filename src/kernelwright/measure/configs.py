@@ -163,7 +163,7 @@ def _captured(model: Any, stack: ExitStack, parts: Sequence[str]) -> Callable[..
     runs: dict[str, Any] = {}
 
     def graph_of(inputs: dict[str, Any]) -> Callable[..., Any]:
-        compiled(**inputs)  # compiles
+        compiled(**inputs)  # compile before the capture
         device = torch.device("cuda", torch.cuda.current_device())
         replay, result = recorder.record(lambda: compiled(**inputs), device)
 

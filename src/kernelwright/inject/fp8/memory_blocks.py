@@ -88,7 +88,7 @@ class _Allocator:
                     return self._empty(size)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:  # nor do all settings of an allocator
+            except RuntimeError:  # some settings of the allocator exclude pools
                 self._pool = None
         return self._empty(size)
 

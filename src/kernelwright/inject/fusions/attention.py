@@ -349,7 +349,7 @@ class AttentionFusions(BaseFusions):
                 query, key, value, attn_mask=mask, is_causal=causal
             )
 
-        # of few queries all scores are few
+        # with few queries the score matrix is small
         if torch.compiler.is_compiling() or query.shape[2] < all_scores.MIN_QUERIES:
             return eager()
         if mode.eager or not torch_attends() or torch.is_autocast_enabled(query.device.type):

@@ -190,7 +190,7 @@ class Programs:
         if not self.exact and self.fp8_layers is None:
             take_gelu_into_products(made.graph)
         take_bias_out_of_convolutions(made.graph)
-        if self.fp8_layers is None:  # whose products add it
+        if self.fp8_layers is None:  # an fp8 GEMM adds the bias itself
             take_bias_out_of_products(made.graph)
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
         if device is not None:
