@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from fuser import blocks, cuda_on_cpu
 from fuser.blocks import Small, drawn
 from kernelwright.fuser import cuda_source, interpreter, launching, planning, recording
+from kernelwright.fuser.eight_bit_rows import READ_IN_EIGHT_BITS, eight_bit_rows
 from kernelwright.fuser.program import Program
+from kernelwright.ops import fp8
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -76,6 +78,90 @@ def test_a_kernel_computes_what_the_interpreter_does(case, tmp_path):
         # a sum in another order moves some elements to the number beside
         torch.testing.assert_close(got[name], t, rtol=2**-7, atol=2**-7)
         assert (got[name] != t).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "table"])
+def test_without_rounding_between_steps_a_kernel_is_as_near_as_its_store(case, tmp_path):
+    function, *inputs = CASES[case]
+    recorded = recording.record(Small(function), tuple(inputs), {})
+    kernels = launching.Kernels(exact=False)
+    plan = planning.plan(recorded, kernels.why_not)
+    names = [n.name for n in plan.graph.nodes if n.op == "placeholder"]
+    tensors = {**plan.constants, **dict(zip(names, inputs, strict=True))}
+    (program,) = (s for s in plan.steps if isinstance(s, Program))
+    for s in program.stores:
+        tensors[s.target] = torch.empty_strided(s.shape, s.strides, dtype=s.dtype)
+    kernel = kernels._kernel(program, launching._layout([program], plan.values))
+    cuda_on_cpu.launched(kernel, tensors, tmp_path)
+    want = function(*(t.double() for t in inputs))
+    for s, expected in zip(
+        program.stores, want if isinstance(want, tuple) else [want], strict=True
+    ):
+        got = tensors[s.target].double()
+        torch.testing.assert_close(got, expected.double(), rtol=2**-8, atol=2**-9)
+
+
+def gated(x):
+    up, gate = x.chunk(2, -1)
+    return up * F.silu(gate)
+
+
+EIGHT_BITS = {
+    "modulated": (modulated, drawn(2, 3, 1536), drawn(2, 1, 1536), drawn(2, 1, 1536, seed=1)),
+    "gated": (gated, drawn(2, 5, 2 * 3072)),
+    "zeros": (lambda x: x * 0 + 0, drawn(7, 1000)),
+    "narrow": (lambda x: F.rms_norm(x, (64,)), drawn(3, 5, 64)),
+    "float32": (lambda x: x * 2, drawn(9, 640, dtype=torch.float32)),
+}
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS)
+def test_a_kernel_stores_its_rows_in_eight_bits_too(case, tmp_path):
+    """With the bits that a pass over what it has stored would give."""
+    function, *inputs = EIGHT_BITS[case]
+    recorded = recording.record(Small(function), tuple(inputs), {})
+    (output,) = recorded.graph.find_nodes(op="output")
+    output.args[0][-1].meta[READ_IN_EIGHT_BITS] = True
+    kernels = launching.Kernels(exact=False)
+    plan = planning.plan(recorded, kernels.why_not)
+    (program,) = (s for s in plan.steps if isinstance(s, Program))
+    (made,) = eight_bit_rows(program)
+    names = [n.name for n in plan.graph.nodes if n.op == "placeholder"]
+    tensors = {**plan.constants, **dict(zip(names, inputs, strict=True))}
+    for s in program.stores:
+        tensors[s.target] = torch.empty_strided(s.shape, s.strides, dtype=s.dtype)
+    for name, shape, dtype in made.parts():
+        tensors[name] = torch.empty(shape, dtype=dtype)
+    kernel = kernels._kernel(program, launching._layout([program], plan.values))
+    cuda_on_cpu.launched(kernel, tensors, tmp_path)
+    rows, scale = fp8.reference.quantize(tensors[made.source])
+    assert torch.equal(tensors[made.scale], scale)
+    assert torch.equal(tensors[made.rows].view(torch.uint8), rows.view(torch.uint8))
+    want = function(*(t.float() for t in inputs))
+    want = want[-1] if isinstance(want, tuple) else want
+    # it is rounded where it is stored, and nowhere else
+    torch.testing.assert_close(tensors[made.source].float(), want, rtol=2**-8, atol=2**-10)
+
+
+def test_every_number_of_eight_bits_is_rounded_to_as_pytorch_rounds(tmp_path):
+    """The emulated instruction: all bfloat16 numbers, at the scale at which 448 is the largest."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = bits[bits.float().abs() <= 448]
+    x = torch.cat([x, x.new_full((-len(x) % 60,), 0.0)]).view(-1, 60)
+    x = torch.cat([x, x.new_full((len(x), 4), 448.0)], -1)
+    recorded = recording.record(Small(lambda x: x + 0), (x,), {})
+    (output,) = recorded.graph.find_nodes(op="output")
+    output.args[0][0].meta[READ_IN_EIGHT_BITS] = True
+    plan = planning.plan(recorded)
+    (program,) = (s for s in plan.steps if isinstance(s, Program))
+    (made,) = eight_bit_rows(program)
+    (given,) = (n.name for n in plan.graph.nodes if n.op == "placeholder")
+    tensors = {given: x, made.source: torch.empty_like(x)}
+    tensors |= {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in made.parts()}
+    layout = launching._layout([program], plan.values)
+    cuda_on_cpu.launched(launching.kernel_of(program, layout, False), tensors, tmp_path)
+    want = x.float().to(torch.float8_e4m3fn)
+    assert torch.equal(tensors[made.rows].float(), want.float())
 
 
 @pytest.mark.parametrize("shape", [(2, 96, 130), (1, 65, 77)])

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kernelwright.fuser import planning, recording, rewriting, running
 from kernelwright.fuser.program import Program
-from kernelwright.fuser.recorded_ops import LINEAR, LINEAR_GELU, LINEARS
+from kernelwright.fuser.recorded_ops import LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
 
 aten = torch.ops.aten
 
@@ -151,6 +152,72 @@ def test_a_gelu_that_cublas_does_not_have_stays_as_it_is(other):
     made = recorded(FeedForward(**other), torch.randn(4, 16))
     rewriting.take_gelu_into_products(made.graph)
     assert targets(made) == ([LINEAR, LINEAR], [])
+
+
+class Gated(nn.Module):
+    """The forms in which libraries write the second layer of a feed-forward."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.up, self.gate = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down = nn.Linear(48 if "left" in form else 32, 16)
+
+    def forward(self, x):
+        up, gate = self.up(x), self.gate(x)
+        if "halves" in self.form:
+            up, gate = torch.cat([up, gate], 0).reshape(-1, 32).chunk(2)
+        y = {"silu": F.silu, "tanh": lambda t: F.gelu(t, approximate="tanh"), "erf": F.gelu}[
+            self.form.split()[0]
+        ](gate)
+        y = up * y if "up" in self.form else y
+        y = y * up if "gated" in self.form else y
+        if "left" in self.form:
+            y = torch.cat([x, y], -1)
+        if "read twice" in self.form:
+            return self.down(y) + y.sum(-1, keepdim=True)
+        if "twice" in self.form:
+            y = y * 2
+        return self.down(y)
+
+
+FORMS = {
+    "silu": ("silu", False, False),
+    "silu up": ("silu", True, False),
+    "silu gated": ("silu", True, False),
+    "tanh": ("gelu_tanh", False, False),
+    "erf up": ("gelu", True, False),
+    "tanh left": ("gelu_tanh", False, True),
+    "silu up left": ("silu", True, True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_activation_goes_into_the_product_after_it(form):
+    block, x = Gated(form), torch.randn(4, 16)
+    made = recorded(block, x)
+    rewriting.take_activations_into_products(made.graph, lambda node: True)
+    (node,) = made.graph.find_nodes(op="call_function", target=LINEAR_OF_ACTIVATION)
+    *_, activation, up, left = node.args
+    assert (activation, up is not None, left is not None) == FORMS[form]
+    got, want = result(made, block, x)
+    assert torch.equal(got, want)
+    assert not [s for s in planning.plan(made).steps if isinstance(s, Program)]
+
+
+@pytest.mark.parametrize("form", ["silu twice", "silu read twice", "silu halves"])
+def test_what_others_read_or_change_stays_an_activation_of_its_own(form):
+    block, x = Gated(form), torch.randn(4, 16)
+    made = recorded(block, x)
+    rewriting.take_activations_into_products(made.graph, lambda node: True)
+    assert not made.graph.find_nodes(op="call_function", target=LINEAR_OF_ACTIVATION)
+    torch.testing.assert_close(*result(made, block, x))
+
+
+def test_only_wanted_products_take_an_activation():
+    made = recorded(Gated("silu up"), torch.randn(4, 16))
+    rewriting.take_activations_into_products(made.graph, lambda node: False)
+    assert not made.graph.find_nodes(op="call_function", target=LINEAR_OF_ACTIVATION)
 
 
 class Attention(nn.Module):

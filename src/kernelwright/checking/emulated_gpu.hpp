@@ -104,6 +104,19 @@ static __nv_bfloat162 __floats2bfloat162_rn(float a, float b) {
   return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)};
 }
 
+// the nearest fp8 numbers (e4m3), ties to even; beyond the largest one, that
+static unsigned e4m3(float x) {
+  const unsigned sign = std::signbit(x) ? 0x80 : 0;
+  const float v = fabsf(x);
+  if (v != v) return sign | 0x7f;
+  if (v >= 448.f) return sign | 0x7e;
+  int exponent;
+  frexpf(v, &exponent);
+  exponent = v == 0.f || exponent < -5 ? -6 : exponent - 1;
+  return sign | unsigned((exponent + 6) * 8 + (int)nearbyintf(ldexpf(v, 3 - exponent)));
+}
+static unsigned short e4m3_pair(float low, float high) { return (unsigned short)(e4m3(high) << 8 | e4m3(low)); }
+
 static void (*kernel)();
 static void thread() {
   kernel();

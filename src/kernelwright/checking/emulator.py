@@ -135,6 +135,7 @@ def included(text: str, seen: set[str]) -> str:
     text = re.sub(r'#include "([^"]+)"', header, text)
     text = re.sub(r"#include <cuda_.*|#pragma once", "", text)
     text = text.replace("const size_t at = __cvta_generic_to_global(p);", "")
+    text = re.sub(r'asm\("cvt.rn.satfinite.e4m3x2.*?\);', "pair = e4m3_pair(low, high);", text)
     return re.sub(r"asm volatile\(.*?\);", "*p = value;", text)
 
 

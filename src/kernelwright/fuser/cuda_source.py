@@ -1,10 +1,10 @@
 """CUDA C++ of a program. For PyTorch's bits each step is rounded to its dtype, and sums are made in
-ATen's order; otherwise values stay in float32 until they are stored.
+ATen's order; otherwise values stay in float32 until they are stored, and are summed in any order.
 
-With sums, a row is shared by the threads of a `Spread`, and a thread holds vectors of V neighbours;
-without, each thread has one vector of some row. Everything along a row is known when the kernel is
-compiled; the number of rows and the strides between them are arguments, so that one kernel serves
-every resolution.
+With sums, or eight-bit rows, whose largest element is needed, a row is shared by the threads of a
+`Spread`, and a thread holds vectors of V neighbours; without, each thread has one vector of some
+row. Everything along a row is known when the kernel is compiled; the number of rows and the strides
+between them are arguments, so that one kernel serves every resolution.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
+from ..ops.fp8.cuda import row_threads
 from ..ops.gelu.cuda import AHEAD, RESIDENT, TABLE_BLOCK, TABLE_ELEMENTS
-from ..ops.row.order import PLAIN_THREADS, mean_order
+from ..ops.row.order import PLAIN_THREADS
 from .cuda_kernel import ENTRY, Kernel, Tensor, divisor
 from .cuda_steps import GRADIENTS, float_literal, form_of_table, type_name
 from .cuda_values import Values, Vector
+from .eight_bit_rows import EightBitRows, contiguous_strides
 from .expression import Choice, Load, Step, walk
-from .index import Space
+from .index import Affine, Space
 from .lowering import COMPLEX, Lowered, Shape, Statistics, inside, lowered, operands, statistics_of
 from .program import Program, Store
 from .row_layout import Access, RowLayout, widest_vector
-from .row_orders import order_of, scratch_name, threads_of
+from .row_orders import Orders, scratch_name
 
 aten: Any = torch.ops.aten
 
@@ -36,6 +38,8 @@ aten: Any = torch.ops.aten
 # Registers of a thread that may hold what is loaded before the first sum. More of them leave room
 # for fewer threads: with 64, FLUX.2's rows of 6144 take 64 registers and not 128. Not yet measured.
 EARLY = 64
+# The threads of a block at least, if they share rows.
+ROW_BLOCK = 128
 # How many heads of a token a thread takes, if they divide evenly: they share weights and tables of
 # positions. For FLUX.2's query and key on sm_90, 1, 2 and 4 take 272, 237 and 217 instructions a
 # head and 52, 64 and 94 registers. Not yet measured.
@@ -65,21 +69,28 @@ class _Emitter:
             raise Unsupported("complex numbers")  # left whole: only their parts have instructions
         self.stores = list(zip(self.program.stores, values, strict=True))
         self.statistics = statistics_of(values)
-        order = threads_of(self.statistics, self.width, self.rows, self.exact)
-        self.orders = {
-            s: order_of(s, self.width, self.rows, self.exact).norm.replace("MeanRms", "MeanSum")
-            for s in self.statistics
-        }
+        self.eight = [EightBitRows.of(s) for s in self.program.stores if s.eight]
+        # whether several threads share a row; otherwise each has one vector of it
+        self.by_row = bool(self.statistics or self.eight)
         size = min((s.dtype.itemsize for s in self.program.stores), default=4)
-        self.V = order.vector if order else widest_vector(self.shape, self.extents, size)
-        # without sums a thread has one vector
-        self.threads = order.threads if order else self.width // self.V
-        self.block = max(128, self.threads) if order else PLAIN_THREADS
+        self.V = widest_vector(self.shape, self.extents, size)
+        self.threads = self.width // self.V
+        self.orders: dict[Statistics, str] = {}
+        if self.statistics:
+            self.order = Orders(self.width, self.rows, self.V, self.exact)
+            self.orders = {s: self.order.of(s).norm for s in self.statistics}
+            self.threads, self.V = self.order.threads_of(self.statistics)
+        elif self.eight:
+            self.threads = row_threads(self.width, gated=len(self.program.loads) > 1)
+        self.block = PLAIN_THREADS
+        if self.by_row:
+            self.block = max(ROW_BLOCK, self.threads)
+            self.block -= self.block % self.threads
         self.tables = self._tables()
         if self.tables:
             self.block = TABLE_BLOCK
-        self.apart = self.threads * self.V if order else 0
-        self.per_thread = -(-self.width // self.apart) if order else 1
+        self.apart = self.threads * self.V if self.by_row else 0
+        self.per_thread = -(-self.width // self.apart) if self.by_row else 1
         self.layout = RowLayout(self.shape, self.extents, self.V, self.apart)
         for e in inside(values):  # loads before stores
             if isinstance(e, Load):
@@ -114,7 +125,7 @@ class _Emitter:
     def _tables(self) -> dict[str, str]:
         """Functions of bfloat16 that are looked up in a table, which a block computes once."""
         total = self.rows * self.width
-        if self.statistics or not self.exact or not TABLE_ELEMENTS <= total < self.V << 30:
+        if self.by_row or not self.exact or not TABLE_ELEMENTS <= total < self.V << 30:
             return {}
         found = (form_of_table(e) for e in inside([v for _, v in self.stores]))
         return {form: f"table{i}" for i, form in enumerate(dict.fromkeys(filter(None, found)))}
@@ -127,7 +138,7 @@ class _Emitter:
     def _several(self, loaded: list[Access]) -> tuple[str, int]:
         """A variable of which a thread takes several rows, and how many: the one along which most
         tables of positions stay the same. Only where a row is one vector of few threads."""
-        if not self.statistics or self.per_thread > 1 or self.threads > 16:
+        if not self.statistics or self.eight or self.per_thread > 1 or self.threads > 16:
             return "", 1
         best, most = "", 0
         chosen = {e.name for e in inside([v for _, v in self.stores]) if isinstance(e, Choice)}
@@ -157,7 +168,7 @@ class _Emitter:
             self.layout,
             {name: t.strides for name, t in self.tensors.items()},
             late,
-            vector_index="[k]" if self.statistics else "",
+            vector_index="[k]" if self.by_row else "",
             row_index=(lambda a: "[r]" if self._differs(a) or self.tables else ""),
             tables=self.tables,
         )
@@ -221,7 +232,7 @@ class _Emitter:
     def _declared(self, x: Vector) -> str:
         rows = f"[{self.together}]" if self._differs(x.access) else ""
         rows = f"[{AHEAD}]" if self.tables else rows
-        vectors = "[S::K]" if self.statistics else ""
+        vectors = "[S::K]" if self.by_row else ""
         return f"  Vec<{type_name(x.dtype)}, {self.V}> v{x.access.number}{rows}{vectors};"
 
     def _loads(self, v: Values, which: list[Vector]) -> list[str]:
@@ -231,7 +242,7 @@ class _Emitter:
         )
 
     def _each_vector(self, lines: list[str]) -> list[str]:
-        if not self.statistics or not lines:
+        if not self.by_row or not lines:
             return lines
         if any("base" in line for line in lines):
             lines = [f"    const unsigned base = first + k * {self.apart};", *lines]
@@ -280,8 +291,11 @@ class _Emitter:
         for e in wanted:
             kind, count = v.array_type(e)
             arrays.append(f"  {kind} {v.array(e)}[S::K][{count}];")
+        eight = [store for store, _ in done if store.eight]
+        arrays += [f"  Vec<{type_name(s.dtype)}, {self.V}> {_row(s)}[S::K];" for s in eight]
         inner = self._each_vector([f"    {line}" for line in v.inner])
-        return [*(f"  {line}" for line in v.scalars), *arrays, *inner]
+        quantised = [line for store in eight for line in self._quantised(store)]
+        return [*(f"  {line}" for line in v.scalars), *arrays, *inner, *quantised]
 
     def _measured(self, v: Values, s: Statistics) -> list[str]:
         """The statistics of a row, from the values that its threads hold."""
@@ -292,8 +306,8 @@ class _Emitter:
         if s.op is aten.sum.dim_IntList:
             return [f"  const float {name} = {total};"]
         if s.op is aten.mean.dim:
-            factor = mean_order(self.width, self.rows, self.V).factor
-            return [f"  const float {name} = __fmul_rn({total}, {float_literal(factor)});"]
+            factor = float_literal(self.order.factor())
+            return [f"  const float {name} = __fmul_rn({total}, {factor});"]
         eps = s.args[0]
         if eps is None:
             eps = torch.finfo(s.dtype).eps
@@ -322,13 +336,30 @@ class _Emitter:
                 )
                 v.inner.append(f"{name}.{both};")
             lines = [f"{name}.store_whole({place});"]
+            v.inner += [f"{_row(store)}[k] = {name};"] if store.eight else []
+        elif store.eight:
+            raise Unsupported("eight-bit rows of elements with gaps")
         else:
             lines = []
             for lane, at in zip(v.floats(value), places, strict=True):
                 text = f"narrow<{kind}>({lane})" if whole else f"{lane} != 0.f"
                 lines.append(f"*({place} + {at}) = {text};")
-        # without sums there are no threads beyond the last row
-        v.inner += ["if (live) {", *lines, "}"] if self.statistics else lines
+        # a thread that has one vector alone has left if that is beyond the last row
+        v.inner += ["if (live) {", *lines, "}"] if self.by_row else lines
+
+    def _quantised(self, store: Store) -> list[str]:
+        """Stores a row again, in eight bits: the threads hold it as it was rounded."""
+        places = (store.index, (*store.index[:-1], Affine()))
+        pointers = []
+        for (name, shape, dtype), at in zip(EightBitRows.of(store).parts(), places, strict=True):
+            access, _ = self.layout.address(name, contiguous_strides(shape), at, dtype)
+            pointers.append(self._begin(access))
+        row = _row(store)
+        return [
+            f"  __shared__ float largest_{row}[{-(-self.block // 32)}];",
+            f"  write_eight<S>([&](int k, int i) {{ return {row}[k].get(i); }}, live, "
+            f"{', '.join(pointers)}, largest_{row});",
+        ]
 
     # the head
 
@@ -336,6 +367,7 @@ class _Emitter:
         return [
             '#include "ops/row/norms.cuh"',
             '#include "ops/gelu/cuda.cuh"',
+            *(['#include "ops/row/eight.cuh"'] if self.eight else []),
             *(['#include "fuser/gradients.cuh"'] if self._has_gradients() else []),
             "using namespace kernelwright;",
             f"using Bytes = {'i64' if wide else 'unsigned long long'};",
@@ -351,7 +383,7 @@ class _Emitter:
 
     def _row(self, pointers: list[Access], extents: list[int]) -> list[str]:
         """Where the row of a thread lies."""
-        lines = self._row_of_many() if self.statistics else self._row_of_one()
+        lines = self._row_of_many() if self.by_row else self._row_of_one()
         for i in reversed(range(len(extents))):
             name = self.shape.rows[i]
             times = f" * {self.together}" if name == self.by else ""
@@ -370,13 +402,17 @@ class _Emitter:
                 for i, name in enumerate(self.shape.rows)
                 if access.strides[i]
             ]
-            kind, begin = type_name(access.dtype), self._begin(access)
+            kind, begin = self._type(access), self._begin(access)
             address = f"(char*)a.at[{access.number}]{''.join(steps)}"
             lines.append(f"  {kind}* const {begin} = ({kind}*)({address});")
         for n in dict.fromkeys(self.orders.values()):
             floats = f"Scratch<{n}, S, {self.block}>::FLOATS"
             lines.append(f"  __shared__ float {scratch_name(n)}[{floats}];")
         return lines
+
+    def _type(self, access: Access) -> str:
+        eight = any(access.name == made.rows for made in self.eight)
+        return "unsigned char" if eight else type_name(access.dtype)
 
     def _begin(self, access: Access) -> str:
         """The pointer to the first row of a thread."""
@@ -414,6 +450,11 @@ class _Emitter:
             *([] if self.tables else ["  if (row >= a.count) return;"]),
             f"  const unsigned first = unsigned(number % {self.threads}) * {self.V};",
         ]
+
+
+def _row(store: Store) -> str:
+    """What a thread holds of a row that is stored in eight bits, too."""
+    return f"row_of_{store.target}"
 
 
 def _is_vector(v: Values, e: Any) -> bool:

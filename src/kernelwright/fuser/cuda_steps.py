@@ -1,4 +1,5 @@
-"""C++ of single steps with PyTorch's bits: what it computes for one element, and its rounding."""
+"""C++ of single steps, for one element: with PyTorch's bits and their rounding, or with none of it
+between steps."""
 
 from __future__ import annotations
 
@@ -125,6 +126,19 @@ STEPS_OF_16_BITS: dict[Any, Callable[..., str]] = {
     aten.sigmoid: lambda a: f"logistic_of_16_bits(1.f, {a})",
     aten.silu: lambda a: f"logistic_of_16_bits({a}, {a})",
 }
+# where nothing is rounded between steps: products and sums may become one instruction
+STEPS_AT_ONCE: dict[Any, Callable[..., str]] = {
+    aten.add: lambda a, b, **_: f"({a} + {b})",
+    aten.sub: lambda a, b, **_: f"({a} - {b})",
+    aten.mul: lambda a, b, **_: f"({a} * {b})",
+    aten.rsub: lambda a, b, **_: f"({b} - {a})",
+    aten.square: lambda a: f"({a} * {a})",
+}
+# the same for results of 16 bits: within two units of float32's last place
+FAST_STEPS_AT_ONCE: dict[Any, Callable[..., str]] = {
+    aten.sigmoid: lambda a: f"logistic<true>(1.f, {a})",
+    aten.silu: lambda a: f"logistic<true>({a}, {a})",
+}
 # the few that positions are rotated with
 STEPS_OF_DOUBLES: dict[Any, Callable[..., str]] = {
     aten.add: _binary("__dadd_rn"),
@@ -207,7 +221,7 @@ def _gelu(e: Step, exact: bool) -> str:
         return ways.gelu_erf() if exact else "GeluErf<false>"
     if exact:
         ways.way("F.gelu tanh")
-    return "GeluTanh<false>"
+    return "GeluTanh<false>" if exact or e.dtype not in HALVES else "GeluTanh<true>"
 
 
 def _gelu_backward(e: Step, exact: bool) -> str:
@@ -260,7 +274,14 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
         # two products, each rounded to the dtype
         square = "__fmul_rn({0}, {0})".format
         return lambda a: f"__fmul_rn({rounded(square(a[0]), e.dtype)}, {a[0]})"
-    make = STEPS_OF_16_BITS.get(packet) if types[0] in HALVES and exact else None
+    if packet is aten.pow and e.args[1] == 2 and not exact:
+        return lambda a: f"({a[0]} * {a[0]})"
+    make = None
+    if exact and types[0] in HALVES:
+        make = STEPS_OF_16_BITS.get(packet)
+    elif not exact:
+        fast = FAST_STEPS_AT_ONCE.get(packet) if e.dtype in HALVES else None
+        make = fast or STEPS_AT_ONCE.get(packet)
     make = make or STEPS.get(packet)
     if make is None:
         raise Unsupported(f"{e.op} has no code here")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.fp8.reference import quantize
+from .eight_bit_rows import eight_bit_rows
 from .expression import Choice, Expression, Load, Row, Step, walk
 from .index import Affine
 from .program import Program, Store
@@ -29,6 +31,10 @@ def run(program: Program, tensors: Mapping[str, Tensor], outputs: Mapping[str, T
     for s in program.stores:
         into = runner.view(outputs[s.target], s.index)
         into.copy_(runner.values[s.value].expand(into.shape))
+    for made in eight_bit_rows(program):
+        rows, scale = quantize(outputs[made.source])
+        outputs[made.rows].copy_(rows)
+        outputs[made.scale].copy_(scale)
 
 
 # every run of a block asks for the same ones

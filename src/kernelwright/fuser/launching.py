@@ -16,6 +16,7 @@ from ..backends import Target, Unsupported
 from ..backends.cuda import CudaLaunch, compile_cubin
 from . import cuda_source, cuda_transpose
 from .cuda_kernel import ENTRY, Kernel
+from .eight_bit_rows import contiguous_strides, eight_bit_rows
 from .program import Program
 from .row_layout import ACCESS
 
@@ -100,6 +101,9 @@ def _layout(
 ) -> dict[str, cuda_source.Tensor]:
     """How the tensors lie that programs load and store."""
     found = {s.target: cuda_source.Tensor(s.strides, s.dtype) for p in programs for s in p.stores}
+    for made in (m for program in programs for m in eight_bit_rows(program)):
+        for name, shape, dtype in made.parts():
+            found[name] = cuda_source.Tensor(contiguous_strides(shape), dtype)
     for name in (name for program in programs for name in program.loads if name not in found):
         found[name] = cuda_source.Tensor(values[name].stride(), values[name].dtype)
     return {name: t.as_real() for name, t in found.items()}

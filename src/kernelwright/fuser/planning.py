@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from .building import REDUCTIONS, Builder
+from .eight_bit_rows import with_eight_bit_rows
 from .index import Affine, CannotIndex, Cut, Space, Split
 from .layouts import in_rows
 from .merging import merged
@@ -57,10 +58,14 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
     `check` has a reason stay PyTorch's as well."""
     left: dict[fx.Node, str] = {}
     values = {n.name: n.meta.get("val") for n in recording.graph.nodes}
+
+    def is_good(program: Program) -> bool:
+        return check is None or check(program, values) is None
+
     while True:
         planner = _Planner(recording, left)
         try:
-            found = planner.made(lambda p: check is None or check(p, values) is None)
+            found = planner.made(is_good)
         except _Leave as no:
             left |= dict.fromkeys(no.nodes, no.why)
             continue
@@ -75,7 +80,11 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
         if not refused:
             found.refused, found.values = sorted(set(left.values())), values
             found.given, found.handed = len(recording.paths), recording.handed
-            found.steps = in_rows(found.steps, values, planner.kept)
+            found.steps = with_eight_bit_rows(
+                in_rows(found.steps, values, planner.kept),
+                recording.graph,
+                is_good,
+            )
             return found
         left |= refused
 

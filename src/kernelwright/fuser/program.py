@@ -12,7 +12,8 @@ from .index import Affine
 
 @dataclass(frozen=True)
 class Store:
-    """A tensor that a program writes: at `index`, for all values of the variables."""
+    """A tensor that a program writes: at `index`, for all values of the variables. With `eight` it
+    also writes the tensor's rows in fp8, with one scale each: see eight_bit_rows.py."""
 
     target: str
     index: tuple[Affine, ...]
@@ -20,6 +21,7 @@ class Store:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    eight: bool = False
 
 
 @dataclass(frozen=True)

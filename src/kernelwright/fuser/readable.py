@@ -64,7 +64,8 @@ def program_lines(program: Program, labels: Mapping[str, str], title: str) -> It
             names[e] = text
     for s in program.stores:
         index = ", ".join(map(str, s.index))
-        yield f"  {s.target}[{index}] = {names[s.value]}  {_short(s.dtype)}"
+        rows = ", and as rows in fp8" if s.eight else ""
+        yield f"  {s.target}[{index}] = {names[s.value]}  {_short(s.dtype)}{rows}"
 
 
 def _all(program: Program) -> list[Expression]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..ops import library
+from ..ops.fp8.reference import ACTIVATIONS
 from ..ops.linear import linear_gelu
 from ..ops.linear.plain import separate_linears
 
@@ -70,7 +71,25 @@ def _parts(y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return list(y.split_with_sizes([len(w) for w in weights], -1))
 
 
-# these two are in no forward that is recorded: a rewriting of its graph puts them there
+def linear_of_activation(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    up: Tensor | None,
+    left: Tensor | None,
+) -> Tensor:
+    """A linear layer of [left, act(x) * up]."""
+    return F.linear(activated(x, activation, up, left), weight, bias)
+
+
+def activated(x: Tensor, activation: str, up: Tensor | None, left: Tensor | None) -> Tensor:
+    y = ACTIVATIONS[activation](x)
+    y = y if up is None else y * up
+    return y if left is None else torch.cat([left, y], -1)
+
+
+# these three are in no forward that is recorded: a rewriting of its graph puts them there
 LINEARS = library.define(
     "recorded_linears",
     "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]",
@@ -84,6 +103,12 @@ LINEAR_GELU = library.define(
     "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     linear_gelu,
     lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)
+LINEAR_OF_ACTIVATION = library.define(
+    "recorded_linear_of_activation",
+    "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? up, Tensor? left) -> Tensor",
+    linear_of_activation,
+    lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )
 ATTENTION = library.define(
     "recorded_attention",

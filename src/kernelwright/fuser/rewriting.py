@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..backends.torch_internals import adds_bias_apart, linear_adds_bias_apart, pytree
-from .recorded_ops import LINEAR, LINEAR_GELU, LINEARS
+from .recorded_ops import LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
 from .row_layout import ACCESS
 from .views import PARTS, VIEWS, packet
 
@@ -103,6 +103,73 @@ def take_gelu_into_products(graph: fx.Graph) -> None:
         node.replace_all_uses_with(both)
         graph.erase_node(node)
         graph.erase_node(product)
+
+
+def take_activations_into_products(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> None:
+    """Write an activation, possibly gated or behind a concatenation, and the linear layer of it as
+    one op: an fp8 GEMM has to quantise its rows, and that pass can compute them. Only layers that
+    are `wanted`."""
+    for node in graph.find_nodes(op="call_function", target=LINEAR):
+        found = _activated(node.args[0])
+        if found is None or not wanted(node):
+            continue
+        x, *how = found
+        with graph.inserting_before(node):
+            both = graph.call_function(LINEAR_OF_ACTIVATION, (x, *node.args[1:], *how))
+        both.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(both)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+# what an activation is made of: (x, its name, what it is multiplied by, what is to the left of it)
+Activated = tuple[fx.Node, str, fx.Node | None, fx.Node | None]
+
+
+def _activated(node: fx.Node) -> Activated | None:
+    """The parts of act(x), act(x) * up or a concatenation of something and either of these, if
+    nothing else reads what lies between and x and up are in memory: parts of products."""
+    if len(node.users) > 1:
+        return None
+    if node.target is aten.cat.default:
+        parts, dim = (*node.args, 0)[:2]
+        if len(parts) != 2 or dim % node.meta["val"].ndim != node.meta["val"].ndim - 1:
+            return None
+        inner = _activated(parts[1])
+        return None if inner is None or inner[3] is not None else (*inner[:3], parts[0])
+    if (found := _activation(node)) is not None:
+        return (*found, None, None)
+    for gate, up in (node.args, node.args[::-1]) if node.target is aten.mul.Tensor else ():
+        found = _activation(gate)
+        if found is not None and len(gate.users) == 1 and _is_product(up):
+            values = [n.meta["val"] for n in (gate, up)]
+            if len({(v.shape, v.dtype) for v in values}) == 1:
+                return (*found, up, None)
+    return None
+
+
+def _activation(node: Any) -> tuple[fx.Node, str] | None:
+    """The product that an activation is of, and the activation's name."""
+    target = getattr(node, "target", None)
+    if target is aten.silu.default:
+        name = "silu"
+    elif target is aten.gelu.default:
+        name = "gelu" if node.kwargs.get("approximate", "none") == "none" else "gelu_tanh"
+    else:
+        return None
+    return (node.args[0], name) if _is_product(node.args[0]) else None
+
+
+def _is_product(node: Any) -> bool:
+    """Whether a value is a product, or a view of a part of one."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if node.target in (LINEAR, LINEARS, LINEAR_OF_ACTIVATION):
+            return True
+        part_of = getattr(node.target, "__name__", "") == "getitem"
+        if not part_of and packet(node) not in (*VIEWS, *PARTS):
+            return False
+        node = node.all_input_nodes[0]
+    return False
 
 
 def join_products_of_one_input(graph: fx.Graph, wanted: Callable[[list[fx.Node]], bool]) -> None:

@@ -1,53 +1,68 @@
-"""The order in which ATen's ops sum a row, and how many threads share it then."""
+"""The order in which a row is summed, and how many threads share it then."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..backends import Unsupported
-from ..ops.row.order import Order, aten_order, eager_mean_order, layer_order, mean_order, rms_order
+from ..ops.row.order import Order, eager_mean_order, free_threads, layer_order, rms_order
 from .lowering import Statistics
 from .recorded_ops import RMS_NORM
 
 aten: Any = torch.ops.aten
+SUMS = (aten.mean.dim, aten.sum.dim_IntList)  # which differ by a factor alone
 
 
 @dataclass(frozen=True)
-class RowThreads:
-    threads: int
+class Orders:
+    """The orders of sums along rows of one width: those of the installed PyTorch, or, unless
+    `exact`, free ones, in which a thread may hold vectors of `vector` elements."""
+
+    width: int
+    rows: int
     vector: int
+    exact: bool
 
+    def threads_of(self, statistics: list[Statistics]) -> tuple[int, int]:
+        """How many threads share a row, and the width of their vectors."""
+        found = {(order.threads, order.vector) for order in map(self.of, statistics)}
+        if len(found) > 1:
+            raise Unsupported("sums of one row in different orders")
+        return found.pop()
 
-def threads_of(
-    statistics: list[Statistics], width: int, rows: int, exact: bool = True
-) -> RowThreads | None:
-    """How the threads share a row, which the order of its sums decides."""
-    found: set[RowThreads] = set()
-    for s in statistics:
-        order = order_of(s, width, rows, exact)
-        found.add(RowThreads(order.threads, order.vector))
-    if len(found) > 1:
-        raise Unsupported("sums of one row in different orders")
-    return found.pop() if found else None
+    def of(self, s: Statistics) -> Order:
+        order = self._aten(s) if self.exact else self._free(s)
+        return replace(order, norm=order.norm.replace("MeanRms", "MeanSum"))
 
-
-def order_of(s: Statistics, width: int, rows: int, exact: bool = True) -> Order:
-    """ATen's order; if `exact`, that of the installed PyTorch."""
-    room = 8
-    if s.op in (aten.mean.dim, aten.sum.dim_IntList):  # which differ by a factor alone
-        if s.dtype != torch.float32:
+    def _free(self, s: Statistics) -> Order:
+        names = {
+            **dict.fromkeys(SUMS, "FreeSum"),
+            RMS_NORM: "FreeRms",
+            aten.native_layer_norm.default: "FreeLayer",
+        }
+        if s.op not in names or s.dtype == torch.float64:
             raise Unsupported(f"{s.op} of {s.dtype}")
-        return (eager_mean_order if exact else mean_order)(width, rows, room)
-    if s.op is RMS_NORM:
-        if not exact:
-            return aten_order(width, "TorchRms", room)
-        return rms_order(width, s.dtype.itemsize, room)
-    if s.op is aten.native_layer_norm.default:
-        return layer_order(width, room) if exact else aten_order(width, "TorchLayer", room)
-    raise Unsupported(f"{s.op} has no order of summation here")
+        return Order(names[s.op], free_threads(self.width, self.vector), self.vector)
+
+    def _aten(self, s: Statistics) -> Order:
+        room = 8
+        if s.op in SUMS:
+            if s.dtype != torch.float32:
+                raise Unsupported(f"{s.op} of {s.dtype}")
+            return eager_mean_order(self.width, self.rows, room)
+        if s.op is RMS_NORM:
+            return rms_order(self.width, s.dtype.itemsize, room)
+        if s.op is aten.native_layer_norm.default:
+            return layer_order(self.width, room)
+        raise Unsupported(f"{s.op} has no order of summation here")
+
+    def factor(self) -> float:
+        """What a mean multiplies its sum by."""
+        order = eager_mean_order(self.width, self.rows, self.vector) if self.exact else None
+        return 1 / self.width if order is None else order.factor
 
 
 def scratch_name(norm: str) -> str:

@@ -23,6 +23,7 @@ from ..ops.linear import linear_gelu
 from . import interpreter
 from .argument_views import Layout, layout, layouts_as_read, lies_in, view
 from .attention_by_lengths import Lengths, attend
+from .eight_bit_rows import eight_bit_rows
 from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
 from .planning import Plan
 from .program import Program, Store
@@ -31,10 +32,12 @@ from .recorded_ops import (
     LAYER,
     LINEAR,
     LINEAR_GELU,
+    LINEAR_OF_ACTIVATION,
     LINEARS,
     RMS_NORM,
     call_layer,
     joined_linears,
+    linear_of_activation,
     plain_attention,
     plain_rms_norm,
 )
@@ -44,7 +47,7 @@ aten: Any = torch.ops.aten
 # writes what a program stores: (program, what it loads by name, what it stores by name)
 Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # what computes linear layers with the weights of these names: a function with the arguments and the
-# result of the op LINEAR for one name, of LINEARS for several
+# result of the op LINEAR or LINEAR_OF_ACTIVATION for one name, of LINEARS for several
 Products = Callable[[Sequence[str]], Callable[..., Any]]
 # what a mask says: lengths, or why it is needed; None if it was not asked: (mask, queries, keys)
 LengthsOf = Callable[[Tensor, int, int], Lengths | str | None]
@@ -56,6 +59,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR: F.linear,
     LINEAR_GELU: linear_gelu,
     LINEARS: joined_linears,
+    LINEAR_OF_ACTIVATION: linear_of_activation,
     ATTENTION: plain_attention,
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
@@ -68,7 +72,10 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 
 
 # ops with a weight: an input that reaches one is an activation, and differs from block to block
-PRODUCTS = (LINEAR, LINEAR_GELU, LINEARS, LAYER, aten.convolution.default)
+PRODUCTS = (
+    *(LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS, LAYER),
+    aten.convolution.default,
+)
 ATTENDS = (ATTENTION, PARALLEL_ATTENTION)
 PRODUCTS_OF_TWO = (aten.mm.default, aten.addmm.default)
 
@@ -110,6 +117,8 @@ class Executable:
     With `as_read` programs store their results in the shape in which most of PyTorch's ops read
     them, rows of a matrix for example: then these need no view. Nothing else may be given the
     results of its early steps or prompts.
+
+    `keep_rows` is given what programs store in eight bits: the tensor, its rows and their scales.
     """
 
     def __init__(
@@ -121,10 +130,11 @@ class Executable:
         launchers: Launchers = lambda program, places: None,
         attention: Callable[..., Any] | None = None,
         as_read: bool = False,
+        keep_rows: Callable[[Tensor, Tensor, Tensor], None] = lambda x, rows, scale: None,
     ) -> None:
         self._plan, self._programs, self._products = plan, programs, products
         self._lengths_of, self._launchers = lengths_of, launchers
-        self._attention = attention
+        self._attention, self._keep_rows = attention, keep_rows
         self.lengths: dict[str, Lengths | str | None] = {}
         self._place: dict[Any, int] = {}
         self._nodes = {n.name: n for n in plan.graph.nodes}
@@ -284,7 +294,8 @@ class Executable:
         function = PLAIN.get(node.target, node.target)
         if node.target is ATTENTION and self._attention is not None:
             function = partial(self._attention, node.meta["val"])
-        if node.target in (LINEAR, LINEARS) and self._products is not None:
+        by_name = (LINEAR, LINEAR_OF_ACTIVATION, LINEARS)
+        if node.target in by_name and self._products is not None:
             weights = node.args[1] if node.target is LINEARS else [node.args[1]]
             function = self._products([w.name for w in weights])
         args = self._of_linear(node)
@@ -370,6 +381,13 @@ class Executable:
         allocations = [
             (places[s.target], _allocation(s, self._stored.get(s.target))) for s in fresh
         ]
+        eight = eight_bit_rows(program)
+        for name, shape, dtype in (part for made in eight for part in made.parts()):
+            place = places[name] = self._new(name)
+            allocations.append((place, partial(torch.empty, shape, dtype=dtype)))
+            stores[name] = _value(place)
+        made = [(places[m.source], places[m.rows], places[m.scale]) for m in eight]
+        keep = self._keep_rows
         first = min(reads, default=None)
         viewed = any(name not in self._place for name in program.loads)
         launch = None if viewed else self._launchers(program, self._place)
@@ -381,6 +399,8 @@ class Executable:
             if launch is None or not launch(values):
                 given = {name: read(values) for name, read in loads.items()}
                 runs(program, given, {name: read(values) for name, read in stores.items()})
+            for x, rows, scale in made:
+                keep(values[x], values[rows], values[scale])
 
         return Step(run, reads, set(places.values()))
 

@@ -73,6 +73,12 @@ def rows_of(x: Tensor) -> Rows:
     return found.take(x)
 
 
+def keep_rows(x: Tensor, rows: Rows) -> None:
+    """Have `rows_of` find these rows of x."""
+    if not x.is_inference():
+        _keep(x, rows)
+
+
 class Makers:
     """The modules of one injection whose results are read in fp8."""
 

@@ -36,7 +36,7 @@ from ..state.tensor_samples import TensorSamples
 from ..verify import accuracy
 from ..verify.findings import Finding
 from ..verify.first_sight import Checker
-from .activations import Makers, rows_of
+from .activations import Makers, keep_rows, rows_of
 from .attention import Fp8Attention
 from .compiled import FP8_LINEAR, LayersByWeight, number
 from .few_rows import activated, of_few_rows
@@ -169,8 +169,10 @@ class Fp8Layers:
         """Whether a layer is to run in fp8, here and now."""
         if torch.compiler.is_compiling():
             return self._may_trace(layer)
-        if mode.eager or not mode.fp8:
-            return False
+        return not mode.eager and mode.fp8 and self.expected(layer)
+
+    def expected(self, layer: nn.Module) -> bool:
+        """Whether a layer is to run in fp8 in general, as far as is known."""
         kept = self._layers.get(layer)
         usable = kept is None or kept.good is not False
         return usable and self._has(layer) and layer not in self._left
@@ -219,8 +221,7 @@ class Fp8Layers:
         if not self.wanted(layer):
             return None
         kept = self._layers.get(layer)
-        few = is_few(x) and is_short(x)
-        integers = few and (kept is None or kept.integers or kept.good is None)
+        integers = not self.reads_rows(x) and (kept is None or kept.integers or kept.good is None)
         seen = kept is not None and kept.good is True and not kept.integers
         why = misfit(layer, x, seen or integers)
         if kept is not None and kept.integers and not integers and self.resting.is_dropped(layer):
@@ -253,6 +254,16 @@ class Fp8Layers:
         if kept.good and rest:
             self._let_rest(layer, kept)
         return y
+
+    @staticmethod
+    def reads_rows(x: Tensor) -> bool:
+        """Whether a layer quantises its input: few rows stay in 16 bits."""
+        return not (is_few(x) and is_short(x))
+
+    @staticmethod
+    def rows_made(x: Tensor, rows: Tensor, scale: Tensor) -> None:
+        """Take x in eight bits from the kernel that made it, for the layers that are given x."""
+        keep_rows(x, (rows, scale))
 
     def together(self, layers: Sequence[Any], x: Tensor) -> tuple[Tensor, ...] | None:
         """layer(x) of each layer as one fp8 GEMM, whose result is split; None where some layer must

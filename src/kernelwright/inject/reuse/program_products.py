@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ...fuser.eight_bit_rows import READ_IN_EIGHT_BITS
+from ...fuser.recorded_ops import LINEAR, LINEARS, activated
 from ...fuser.recording import Recording
 from ...ops.linear import algorithms
 from ...ops.linear.plain import separate_linears
@@ -44,13 +46,26 @@ class ProgramProducts:
             return algorithms.linear
         return partial(self._fp8_product, weights[0])
 
-    def _fp8_product(self, weight: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def _fp8_product(
+        self,
+        weight: str,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        activation: str = "none",
+        up: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> Tensor:
+        """A linear layer of [left, act(x) * up], in fp8 if it is in fp8."""
         layer: Any = running.layers.get(weight)
+        if layer is not None:
+            y = self.fp8_layers(layer, x, activation, up, left)
+            if y is not None:
+                return y
+        if activation != "none":
+            x = activated(x, activation, up, left)
         if layer is None:
             return algorithms.linear(x, w, bias)
-        y = self.fp8_layers(layer, x)
-        if y is not None:
-            return y
         # the weight as it was given may be the one that has left the GPU
         there = self.fp8_layers.fetch(layer)
         if not there or layer.weight.device != x.device:
@@ -88,11 +103,28 @@ class ProgramProducts:
         if any(w is None for w in weights) or any(n.args[1].name not in layers for n in nodes):
             return False
         if self.fp8_layers is not None:
-            return all(self.fp8_layers.wanted(layers[n.args[1].name]) for n in nodes)
+            return all(self.fp8_layers.expected(layers[n.args[1].name]) for n in nodes)
         like = nodes[0].args[0].meta["val"]
         if packed_weights.why_unlike(weights, biases) or not like.is_contiguous():
             return False
         return not self.exact or self._have_same_bits(like, weights, biases)
+
+    def quantises(self, module: nn.Module, made: Recording, node: fx.Node) -> bool:
+        """Whether a linear layer, or several of one input, are to run in fp8."""
+        if self.fp8_layers is None:
+            return False
+        weights = node.args[1] if node.target is LINEARS else [node.args[1]]
+        layers = layers_of(module, made)
+        found = [layers.get(w.name) for w in weights]
+        return all(m is not None and self.fp8_layers.expected(m) for m in found)
+
+    def mark_rows(self, module: nn.Module, made: Recording) -> None:
+        """Say which values of a graph are read in eight bits."""
+        for op in (LINEAR, LINEARS):
+            for node in made.graph.find_nodes(op="call_function", target=op):
+                x = node.args[0].meta
+                if self.quantises(module, made, node) and self.fp8_layers.reads_rows(x["val"]):
+                    x[READ_IN_EIGHT_BITS] = True
 
     def whole(
         self,

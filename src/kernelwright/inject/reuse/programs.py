@@ -27,6 +27,7 @@ from ...fuser.recording import CannotRecord, Recording
 from ...fuser.rewriting import (
     join_products_of_one_input,
     multiply_whole_rows,
+    take_activations_into_products,
     take_bias_out_of_convolutions,
     take_bias_out_of_products,
     take_gelu_into_products,
@@ -195,6 +196,10 @@ class Programs:
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
         if device is not None:
             self._rewrite_products(module, made, made.inputs(module, args, kwargs))
+        if self.fp8_layers is not None:
+            quantises = partial(self._products.quantises, module, made)
+            take_activations_into_products(made.graph, quantises)
+            self._products.mark_rows(module, made)
         kind = type(module).__name__
         try:
             found = self._planned(device, kind, made)
@@ -211,10 +216,12 @@ class Programs:
         programs = [step for step in plan.steps if isinstance(step, Program)]
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = ProgramSites(kind, programs, launched, self.fell_back)
-        products = None if device is None else self._products.of
+        on_cpu = device is None and self.fp8_layers is None
+        products = None if on_cpu else self._products.of
         asked = None if self.exact else partial(lengths_of, self._masks)
         attention = None if self.fp8_layers is None else self._attention
-        executable = Executable(plan, runner, products, asked, runner.launcher, attention)
+        rows = {} if self.fp8_layers is None else {"keep_rows": self.fp8_layers.rows_made}
+        executable = Executable(plan, runner, products, asked, runner.launcher, attention, **rows)
         again = partial(self._planned_again, device)
         return Recorded(kind, made, executable, len(programs), plan, again)
 

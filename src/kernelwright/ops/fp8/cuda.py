@@ -38,7 +38,7 @@ def plan(call: Call) -> CudaLaunch:
     sizes, strides = rows.padded()
     places = [s for place in strides for s in place]
     vector = vector_width(width, x.dtype.itemsize, call.alignment, [*places, left_width])
-    threads = _threads(out.shape[-1], gated=up is not None)
+    threads = row_threads(out.shape[-1], gated=up is not None)
     block = BLOCK if BLOCK % threads == 0 else threads
     return CudaLaunch(
         source="ops/fp8/cuda.cuh",
@@ -55,7 +55,7 @@ def plan(call: Call) -> CudaLaunch:
     )
 
 
-def _threads(width: int, gated: bool) -> int:
+def row_threads(width: int, gated: bool) -> int:
     """Threads that share a row: whole warps."""
     each = EACH_WIDE if width > WIDE and width % 4096 and not gated else EACH
     threads = min(MAX_THREADS, WARP * -(-width // (WARP * each)))

@@ -16,6 +16,19 @@ struct NoNorm {
   template <class R> __device__ float apply(float x, bool, float, bool, float) const { return x; }
 };
 
+// the sum of a row in free order
+struct FreeSum {
+  template <class S, class Term> static __device__ float of(Term term, float* shared) {
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < S::K; k++)
+      if (S::inside(k))
+#pragma unroll
+        for (int i = 0; i < S::V; i++) total += term(k, i);
+    return row_sum<S::THREADS>(total, shared);
+  }
+};
+
 // rms in free order: float32 fma, one accumulator per vector lane
 struct FreeRms {
   float scale;
