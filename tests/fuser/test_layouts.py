@@ -9,6 +9,7 @@ import kernelwright as kw
 from fuser.blocks import Small, drawn
 from kernelwright.backends import cuda
 from kernelwright.fuser import interpreter, planning, recording, running
+from kernelwright.fuser.eight_bit_rows import READ_IN_EIGHT_BITS, eight_bit_rows
 from kernelwright.fuser.expression import Load
 from kernelwright.fuser.launching import Kernels
 from kernelwright.fuser.layouts import IN_ROWS
@@ -65,6 +66,23 @@ def test_a_result_that_only_programs_read_stays_in_rows():
 
     plan = check(Small(forward), across(2, 48, 64), drawn(2, 48, 64), drawn(64, 64))
     assert not any(target == "add" for _, target in copies(plan))
+
+
+def test_what_is_copied_into_rows_is_stored_in_eight_bits_by_its_program_and_by_no_copy():
+    x, y = across(2, 48, 64), drawn(2, 48, 64)
+
+    def forward(x, y):
+        z = x + y
+        return F.layer_norm(z, (64,)) * 2, z
+
+    recorded = recording.record(Small(forward), (x, y), {})
+    (output,) = recorded.graph.find_nodes(op="output")
+    for node in output.args[0]:
+        node.meta[READ_IN_EIGHT_BITS] = True
+    plan = planning.plan(recorded, Kernels(exact=False).why_not)
+    assert copies(plan)
+    eight = [made.source for step in plan.steps for made in eight_bit_rows(step)]
+    assert eight == [output.args[0][0].name]
 
 
 def test_all_that_lie_across_are_walked_along_as_they_are():

@@ -11,6 +11,7 @@ from inject.tape import graphs_on_the_cpu
 from kernelwright import models
 from kernelwright.fuser import attention_by_lengths
 from kernelwright.inject.graphs.host_reads import OTHER_VALUES
+from kernelwright.inject.reuse import programs
 from kernelwright.inject.runtime.sites import eagerly
 
 PRESETS = ["hunyuan-video", "hunyuan-video-1.5"]
@@ -61,6 +62,28 @@ def follows(model, inputs):
     with eagerly():
         expected = model(**inputs)
     return all(close(model(**inputs), expected) for _ in range(2))
+
+
+@torch.no_grad()
+def test_exact_makes_the_numbers_of_a_mask_once_for_all_blocks(monkeypatch):
+    model, inputs = built("hunyuan-video-1.5", torch.bfloat16)
+    plain, masks = programs.plain_attention, []
+
+    def noted(query, key, value, mask, *how):
+        masks.append(mask)
+        return plain(query, key, value, mask, *how)
+
+    monkeypatch.setattr(programs, "plain_attention", noted)
+    check_exact(model, inputs)
+    kw.inject(model)
+    for _ in range(2):
+        run(model, inputs)
+    masks.clear()
+    run(model, inputs)
+    of_blocks = [mask for mask in masks if mask.shape[-1] == masks[-1].shape[-1]]
+    assert len(of_blocks) == len(model.transformer_blocks)
+    assert of_blocks[0].dtype == torch.bfloat16
+    assert all(mask is of_blocks[0] for mask in of_blocks)
 
 
 # (has it a mask?, number of keys): 2 of 8 words of a prompt are valid beside 18 cells; in 1.5 the

@@ -15,6 +15,7 @@ from torch import fx
 
 from ..backends import Unsupported
 from ..ops.fp8.reference import DTYPE
+from .expression import Load
 from .lowering import Shape
 from .program import Program, Store
 
@@ -68,7 +69,10 @@ def with_eight_bit_rows(
 
 
 def _is_row(program: Program, store: Store) -> bool:
-    """Whether the threads of a row have all that is one row of a tensor without gaps."""
+    """Whether the threads of a row have all that is one row of a tensor without gaps. A copy into
+    another layout goes by tiles, not by rows."""
+    if isinstance(store.value, Load):
+        return False
     try:
         shape = Shape.of(program)
     except Unsupported:

@@ -80,13 +80,21 @@ def plan(recording: Recording, check: Check | None = None) -> Plan:
         if not refused:
             found.refused, found.values = sorted(set(left.values())), values
             found.given, found.handed = len(recording.paths), recording.handed
-            found.steps = with_eight_bit_rows(
-                in_rows(found.steps, values, planner.kept),
-                recording.graph,
-                is_good,
-            )
+            found.steps = in_rows(found.steps, values, planner.kept)
+            values |= _copies(found.steps, values)
+            found.steps = with_eight_bit_rows(found.steps, recording.graph, is_good)
             return found
         left |= refused
+
+
+def _copies(steps: list[fx.Node | Program], values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What programs store that is no node of the graph: how it lies, without memory."""
+    stores = [s for step in steps if isinstance(step, Program) for s in step.stores]
+    return {
+        s.target: torch.empty_strided(s.shape, s.strides, dtype=s.dtype, device="meta")
+        for s in stores
+        if s.target not in values
+    }
 
 
 class _Planner:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ...backends.torch_internals import added_where_false, attention_choice
+from ...backends.torch_internals import attention_choice
 from ...fuser.attention_by_lengths import Lengths
 from ...library_internals import active_attention_backend, processor_choices
 from ...ops import selection
@@ -20,7 +20,7 @@ from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ...ops.residual import GATED_RESIDUAL
 from ...ops.rmsnorm import RMSNORM
 from ...ops.rope.apply import APPLY_ROPE_QK
-from ..reuse.mask_lengths import lengths_of
+from ..reuse.masks import lengths_of, numbers_of
 from ..reuse.packed_weights import why_not_now
 from ..reuse.rope_tables import QK_NORM_ROPE_KEPT
 from ..runtime.sites import declined, eagerly, equal, mode, site
@@ -298,20 +298,7 @@ class AttentionFusions(BaseFusions):
         return site("mask made once", lambda: attend(mask), lambda: attend(numbers), query)
 
     def _mask_numbers(self, choice: SDPBackend, query: Tensor, mask: Tensor) -> Part:
-        """What a kernel of PyTorch's attention adds for the truth values of a mask, which each
-        layer would compute again; None if blocks may not share it, or if it is not known."""
-        if mask.dtype is not torch.bool or not self.masks.is_allowed(mask):
-            return None
-        lowest = added_where_false(choice, query.dtype, query.device)
-        if lowest is None:
-            return None
-
-        def made() -> Tensor:
-            return torch.where(
-                mask, 0.0, torch.full((), lowest, dtype=query.dtype, device=query.device)
-            )
-
-        return self.masks(mask, (query.dtype, lowest), made)
+        return numbers_of(self.masks, choice, query, mask)
 
     def sdpa(
         self,

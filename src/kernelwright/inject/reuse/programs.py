@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from ...backends.torch_internals import layout_check
+from ...backends.torch_internals import attention_choice, layout_check
 from ...fuser import planning, recording
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
@@ -38,7 +38,7 @@ from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
 from .bound import Bound
 from .kept_prompts import KeptPrompt
-from .mask_lengths import lengths_of
+from .masks import lengths_of, numbers_of
 from .packed_gemm import SameBits
 from .program_products import ProgramProducts, layers_of
 from .program_sites import ProgramSites
@@ -219,13 +219,28 @@ class Programs:
         on_cpu = device is None and self.fp8_layers is None
         products = None if on_cpu else self._products.of
         asked = None if self.exact else partial(lengths_of, self._masks)
-        attention = None if self.fp8_layers is None else self._attention
+        attention = self._attention
+        if self.fp8_layers is not None:
+            attention = self._attention_in_fp8
         rows = {} if self.fp8_layers is None else {"keep_rows": self.fp8_layers.rows_made}
         executable = Executable(plan, runner, products, asked, runner.launcher, attention, **rows)
         again = partial(self._planned_again, device)
         return Recorded(kind, made, executable, len(programs), plan, again)
 
     def _attention(
+        self, like: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any
+    ) -> Tensor:
+        """Attention of a recorded block, with the numbers of a mask made once for all blocks."""
+        _, _, scale, grouped, backends = rest
+        if mask is not None and mask.dtype is torch.bool and query.ndim == 4 and not backends:
+            by = partial(attention_choice, query, key, value, scale=scale, grouped=grouped)
+            choice = by(mask=mask)
+            numbers = numbers_of(self._masks, choice, query, mask)
+            if numbers is not None and by(mask=numbers) == choice:
+                mask = numbers
+        return plain_attention(query, key, value, mask, *rest)
+
+    def _attention_in_fp8(
         self, like: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any
     ) -> Tensor:
         """Attention of a recorded block, in eight bits where the tier has it so; the kernels after
