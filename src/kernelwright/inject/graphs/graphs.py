@@ -158,8 +158,7 @@ class Graphs:
                 if graph is None:
                     return True, self._capture(known, model, forward, call)
                 known.graphs.move_to_end(call.key)
-                unchanged = graph.check(call.tensors)
-                result = graph(call.tensors, call.caches)
+                result, unchanged = graph.checked(call.tensors, call.caches)
                 with _undone_if_refused(graph, call):
                     graph.check_decisions()
             if unchanged():
@@ -200,8 +199,7 @@ class Graphs:
         if not graph.cache_memory.confirmed:
             return False, None
         with self._recorder.exclusive(call.device):
-            unchanged = graph.check(call.tensors)
-            result = graph(call.tensors, call.caches)
+            result, unchanged = graph.checked(call.tensors, call.caches)
         if not known.assumptions.same(model) or not graph.holds():
             graph.cache_memory.set_back(call.caches)
             return False, None

@@ -36,6 +36,12 @@ class Recorder(Protocol):
     def stream(self) -> Any:
         """The current stream."""
 
+    def mark(self) -> Any:
+        """All work that was launched until now."""
+
+    def beside(self, mark: Any, device: torch.device) -> Any:
+        """A context for work that waits for a mark, and for nothing after it."""
+
     def release(self) -> None:
         """Free memory that is reserved for graphs."""
 
@@ -47,6 +53,8 @@ class _Shared:
 
     def __init__(self, device: torch.device) -> None:
         self.captures = torch.cuda.Stream(device)
+        # its kernels are small, and the host waits for them
+        self.beside = torch.cuda.Stream(device, priority=-1)
         self.done = torch.cuda.Event()
         self.last: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -83,6 +91,16 @@ class CudaRecorder:
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
+
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream().record_event()
+
+    @contextmanager
+    def beside(self, mark: torch.cuda.Event, device: torch.device) -> Iterator[None]:
+        stream = self._shared_on(device).beside
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            yield
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:
