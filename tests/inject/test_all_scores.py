@@ -1,5 +1,7 @@
 """Attention that keeps all scores in memory: its kernel, emulated, against PyTorch's ops."""
 
+import ctypes
+import ctypes.util
 import itertools
 
 import pytest
@@ -41,7 +43,7 @@ def steps(mask):
     return tuple(mask.stride(d) if mask.shape[d] > 1 else 0 for d in range(3))
 
 
-LENGTHS = (all_scores.MIN_KEYS, 1030, 1500, 2048, 4097, all_scores.MAX_KEYS)
+LENGTHS = (all_scores.MIN_KEYS, 1030, 1500, 2048, 4097, 9215, all_scores.MAX_KEYS)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +51,12 @@ def emulated():
     """The kernel for the lengths of rows and the masks of the tests here, compiled at once."""
     if (why := emulator.problem()) is not None:
         pytest.skip(why)
-    counted = {-(-keys // all_scores.THREADS): keys for keys in LENGTHS}
-    kernels = emulator.Emulator(
+    launches = [
         all_scores.launch_of(dtype, (1, 1, 1, keys), (0, 0, 0))
         for dtype in all_scores.MASKS
-        for keys in counted.values()
-    )
+        for keys in LENGTHS
+    ]
+    kernels = emulator.Emulator({launch.code: launch for launch in launches}.values())
 
     def run(scores, mask):
         launch = all_scores.launch_of(mask.dtype, tuple(scores.shape), steps(mask))
@@ -70,9 +72,10 @@ def by_pytorch(scores, mask):
     return torch.ops.aten._safe_softmax(scores + numbers, -1)
 
 
+@pytest.mark.parametrize("keys", [1030, 2048])
 @pytest.mark.parametrize("name", masks(1, 1, 1, 1))
-def test_the_kernel_adds_any_mask(name, emulated):
-    shape = 2, 2, 3, 1030
+def test_the_kernel_adds_any_mask(name, keys, emulated):
+    shape = 2, 2, 3, keys
     scores, mask = 3 * drawn(*shape), masks(*shape)[name]
     torch.testing.assert_close(emulated(scores, mask), by_pytorch(scores, mask))
 
@@ -83,8 +86,32 @@ def test_the_kernel_takes_rows_of_any_length(keys, emulated):
     torch.testing.assert_close(emulated(scores, mask), by_pytorch(scores, mask))
 
 
-def test_numbers_that_are_none_are_as_in_pytorch(emulated):
-    scores, mask = drawn(1, 1, 6, 1500), torch.ones(1, 1, 6, 1500, dtype=torch.bool)
+def exponentials(x):
+    """By the function that the emulated kernel calls; PyTorch has one of its own."""
+    exp = ctypes.CDLL(ctypes.util.find_library("m")).expf
+    exp.argtypes, exp.restype = [ctypes.c_float], ctypes.c_float
+    return torch.tensor(list(map(exp, x.flatten().tolist()))).view(x.shape)
+
+
+def test_it_has_the_bits_of_sums_in_pytorchs_order_and_of_a_division(emulated):
+    scores = torch.full((16, 2048), -torch.inf)
+    for row in range(16):
+        scores[row, : 3 + row] = 0.0
+        scores[row, 1024:] = -drawn(1024, seed=row).abs() * (20 + 6 * row)
+    got = emulated(scores.view(1, 1, 16, 2048), torch.ones(1, 1, 1, 2048, dtype=torch.bool))
+    terms = exponentials(scores)
+    sums = (terms[:, :1024] + terms[:, 1024:]).view(16, 32, 32)
+    for _ in range(2):  # of the threads of a warp, then of the warps
+        for step in (16, 8, 4, 2, 1):
+            sums = sums[..., :step] + sums[..., step : 2 * step]
+        sums = sums.squeeze(-1)
+    assert torch.equal(got[0, 0], terms / sums[:, None])
+    assert got.count_nonzero() > (got > 2**-96).sum() > 1000  # both ways to divide
+
+
+@pytest.mark.parametrize("keys", [1500, 1501])
+def test_numbers_that_are_none_are_as_in_pytorch(keys, emulated):
+    scores, mask = drawn(1, 1, 6, keys), torch.ones(1, 1, 6, keys, dtype=torch.bool)
     mask[..., 700:] = False
     scores[0, 0, 0, 3] = torch.nan
     scores[0, 0, 1, 900] = torch.nan  # hidden by the mask

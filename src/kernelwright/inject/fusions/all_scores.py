@@ -21,7 +21,8 @@ from ..reuse.packed_weights import why_not_now
 
 HALF = {torch.bfloat16: "kernelwright::bfloat16", torch.float16: "half"}
 MASKS = {torch.bool: "bool", **HALF}
-THREADS = 1024
+THREADS = 1024  # of PyTorch's softmax; one here does the work of TOGETHER
+TOGETHER = 4
 # PyTorch's softmax keeps shorter rows in a warp and longer ones in shared memory: other orders
 MIN_KEYS, MAX_KEYS = THREADS + 1, 9 * THREADS
 SAMPLE_ROWS = 64
@@ -59,8 +60,10 @@ def probabilities(scores: Tensor, mask: Tensor) -> Tensor:
     """softmax(scores + mask) in the memory of scores [batch, heads, queries, keys]; zeros where a
     row sees no key."""
     steps = tuple(mask.stride(d) if mask.shape[d] > 1 else 0 for d in range(3))
-    launch = _loaded(scores.device, mask.dtype, tuple(scores.shape), steps)
-    launch((scores.data_ptr(), mask.data_ptr()))
+    addresses = scores.data_ptr(), mask.data_ptr()
+    aligned = addresses[0] % 16 == 0 and addresses[1] % (4 * mask.element_size()) == 0
+    launch = _loaded(scores.device, mask.dtype, tuple(scores.shape), steps, aligned)
+    launch(addresses)
     return scores
 
 
@@ -84,22 +87,30 @@ _orders: dict[tuple[int, int], bool] = {}
 
 @functools.lru_cache(maxsize=128)
 def _loaded(
-    device: torch.device, mask: torch.dtype, shape: tuple[int, ...], steps: tuple[int, ...]
+    device: torch.device,
+    mask: torch.dtype,
+    shape: tuple[int, ...],
+    steps: tuple[int, ...],
+    aligned: bool,
 ) -> Any:
-    launch = launch_of(mask, shape, steps)
+    launch = launch_of(mask, shape, steps, aligned)
     return backends.load(launch, {"scores": True, "mask": True}, device, "attention")
 
 
-def launch_of(mask: torch.dtype, shape: tuple[int, ...], steps: tuple[int, ...]) -> cuda.CudaLaunch:
+def launch_of(
+    mask: torch.dtype, shape: tuple[int, ...], steps: tuple[int, ...], aligned: bool = True
+) -> cuda.CudaLaunch:
     """The launch for scores of this shape, and the steps of a mask from sample to sample, head to
-    head and row to row."""
+    head and row to row; `aligned`: both begin where four elements may be read at once."""
     batch, heads, queries, keys = shape
+    whole = aligned and not any(step % TOGETHER for step in (*steps, keys))
+    per_thread = -(-keys // THREADS)
     return cuda.CudaLaunch(
         source="inject/fusions/all_scores.cuh",
-        template=f"kernelwright::probabilities<{MASKS[mask]}, {-(-keys // THREADS)}>",
+        template=f"kernelwright::probabilities<{MASKS[mask]}, {per_thread}, {str(whole).lower()}>",
         arguments="kernelwright::AllScoresArgs",
         grid=batch * heads * queries,
-        block=THREADS,
+        block=THREADS // TOGETHER,
         pointers=("scores", "mask"),
         layout="3q3I",
         scalars=(*steps, heads, queries, keys),
