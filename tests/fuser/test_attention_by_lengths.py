@@ -102,6 +102,27 @@ def test_masks_that_say_more(name):
     assert read(NEEDED[name], TOKENS, TOKENS) == MORE
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("size", [12, 16])  # of a multiple of 8 it reads eight at once
+def test_every_element_of_a_mask_counts(size, turned):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        ends = torch.randint(1, size + 1, (2,), generator=generator).tolist()
+        rows, columns = (torch.arange(size) < end for end in ends)
+        mask = (rows[:, None] & columns)[None, None].contiguous()
+        if turned:
+            mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+        said = (((0, ends[0]),), ((0, ends[1]),))
+        assert read(mask, size, size) == Lengths((said,), (size, size))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert read(added(mask, dtype=dtype), size, size) == Lengths((said,), (size, size))
+        at = torch.randint(0, size, (2,), generator=generator).tolist()
+        mask[0, 0, at[0], at[1]] ^= True
+        kept = mask[0, 0]
+        product = kept.any(1)[:, None] & kept.any(0)
+        assert isinstance(read(mask, size, size), Lengths) is torch.equal(kept, product)
+
+
 def test_random_masks_are_read_only_if_they_are_rows_times_keys():
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -183,7 +204,7 @@ def test_what_the_report_says():
     assert described(MORE) == f"attention with its mask: {MORE}"
 
 
-def test_heads_that_share_keys_are_said_to_when_the_mask_goes(monkeypatch):
+def test_heads_that_share_keys_are_said_to_when_the_mask_goes():
     """Without that PyTorch broadcasts them by its slowest way."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 6, TOKENS, 8, generator=generator)
@@ -196,7 +217,7 @@ def test_heads_that_share_keys_are_said_to_when_the_mask_goes(monkeypatch):
         given.append(args[3:])
         return plain(*args)
 
-    monkeypatch.setattr(attention_by_lengths, "plain_attention", noted)
-    got = attend(query, key, value, TRIANGLE, 0.0, False, None, False, (), lengths, expected)
+    how = 0.0, False, None, False, (), lengths, expected
+    got = attend(query, key, value, TRIANGLE, *how, by=noted)
     assert given == [(None, 0.0, True, None, True, ())]
     torch.testing.assert_close(got, expected)

@@ -130,6 +130,7 @@ class Wide(nn.Module):
 
 def reserved():
     gc.collect()
+    torch.cuda.synchronize()  # memory that another stream has used is given back after that
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
@@ -411,7 +412,7 @@ def test_after_a_hot_swap_of_lora_calls_are_replays_again(prepared, monkeypatch)
         replays.clear()
         without = sum(graphs.reasons.values())
         model(**given)
-        assert len(replays) == 2, graphs.describe()  # samples of the weights, and the forward
+        assert len(replays) == 1, graphs.describe()
         assert sum(graphs.reasons.values()) == without
         seen.append(want)
     assert not torch.equal(*seen)

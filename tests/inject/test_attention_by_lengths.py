@@ -22,13 +22,13 @@ MORE = "attention with its mask: it says more than lengths"
 @pytest.fixture
 def attended(monkeypatch):
     """(has it a mask?, number of keys) of each attention that could run by lengths."""
-    found, plain = [], attention_by_lengths.plain_attention
+    found, fastest = [], programs.attention
 
     def noted(query, key, value, mask, *how):
         found.append((mask is not None, key.shape[2]))
-        return plain(query, key, value, mask, *how)
+        return fastest(query, key, value, mask, *how)
 
-    monkeypatch.setattr(attention_by_lengths, "plain_attention", noted)
+    monkeypatch.setattr(programs, "attention", noted)
     return found
 
 

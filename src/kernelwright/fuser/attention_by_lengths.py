@@ -12,7 +12,7 @@ of its dtype, then PyTorch gives such a row a mean of values instead: those mask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,15 +106,21 @@ def _is_known(mask: Tensor, rows: Tensor) -> Tensor:
 def _facts(mask: Tensor, queries: int, keys: int) -> Tensor:
     """[samples, 2, 1 + 2 * MAX_RANGES]: of rows and of keys the number of edges, and then the first
     edges. Instead of the number MORE, if the mask says more than its lengths."""
-    words = _words(_seen(mask))
-    valid = (words != 0).any(3)
+    seen = _seen(mask)
+    # what is made of a column and a row lies as the first of them does: read it along that
+    turned = seen.stride(2) == 1 < seen.stride(3)
+    words = _words(seen.transpose(2, 3) if turned else seen)
+    valid = (words if words.dtype == torch.bool else words != 0).any(3)
     rows = valid.any(1)
     # valid rows must be like the first of them: of all heads, and in all heads the same ones
     first = valid.flatten(1).int().argmax(1)
     like = words.flatten(1, 2)[torch.arange(len(first), device=first.device), first]
     same = (words == like[:, None, None]).all(3) | ~valid
-    full = (same & (valid == rows[:, None])).flatten(1).all(1) & _is_known(mask, rows)
+    full = (same & (valid == rows[:, None])).flatten(1).all(1)
     columns = like.view(torch.bool)
+    if turned:
+        rows, columns = columns, rows
+    full &= _is_known(mask, rows)
     both = [
         _edges(valid.expand(-1, size), full) for valid, size in ((rows, queries), (columns, keys))
     ]
@@ -162,21 +168,20 @@ def attend(
     backends: Sequence[int],
     lengths: Lengths | str | None,
     like: Tensor,
+    by: Callable[..., Tensor] = plain_attention,
 ) -> Tensor:
-    """Attention as recorded; without the mask if it says only `lengths`. The result is laid out as
-    `like`, the recorded one: a kernel without a mask may leave it in another order."""
+    """Attention as recorded, `by` this function; without the mask if it says only `lengths`. The
+    result is laid out as `like`, the recorded one: another kernel may leave it in another order."""
     if not isinstance(lengths, Lengths):
-        return plain_attention(query, key, value, mask, dropout, causal, scale, grouped, backends)
+        out = by(query, key, value, mask, dropout, causal, scale, grouped, backends)
+        return laid_out(out, like)
     # without enable_gqa, PyTorch computes the whole score matrix of heads that share a key (Falcon)
     grouped = grouped or key.shape[1] != query.shape[1]
     how = dropout, causal or lengths.causal, scale, grouped, backends
     alike = len(lengths.samples) == 1
     if alike and lengths.all_rows:
         ((_, valid),) = lengths.samples
-        out = plain_attention(query, _taken(key, valid), _taken(value, valid), None, *how)
-        if _same_layout(out, like):
-            return out.as_strided(like.shape, like.stride())
-        return _empty(like, out).copy_(out)
+        return laid_out(by(query, _taken(key, valid), _taken(value, valid), None, *how), like)
     result = _empty(like, query)
     if not lengths.all_rows:
         result.zero_()
@@ -184,11 +189,20 @@ def attend(
         if not rows:
             continue
         q, k, v, into = (t if alike else t[i : i + 1] for t in (query, key, value, result))
-        out = plain_attention(_taken(q, rows), _taken(k, valid), _taken(v, valid), None, *how)
+        out = by(_taken(q, rows), _taken(k, valid), _taken(v, valid), None, *how)
         parts = out.split([end - start for start, end in rows], dim=2)
         for (start, end), part in zip(rows, parts, strict=True):
             into[:, :, start:end] = part
     return result
+
+
+def laid_out(out: Tensor, like: Tensor) -> Tensor:
+    """A result of attention in the layout that the steps after it were recorded with."""
+    if out.stride() == like.stride():
+        return out
+    if _same_layout(out, like):
+        return out.as_strided(like.shape, like.stride())
+    return _empty(like, out).copy_(out)
 
 
 def _taken(x: Tensor, ranges: Ranges) -> Tensor:

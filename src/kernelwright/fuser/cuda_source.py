@@ -1,5 +1,6 @@
 """CUDA C++ of a program. For PyTorch's bits each step is rounded to its dtype, and sums are made in
 ATen's order; otherwise values stay in float32 until they are stored, and are summed in any order.
+What is stored and read again in the same program is rounded in between, as if it were read back.
 
 With sums, or eight-bit rows, whose largest element is needed, a row is shared by the threads of a
 `Spread`, and a thread holds vectors of V neighbours; without, each thread has one vector of some
@@ -171,6 +172,7 @@ class _Emitter:
             vector_index="[k]" if self.by_row else "",
             row_index=(lambda a: "[r]" if self._differs(a) or self.tables else ""),
             tables=self.tables,
+            rounds=self._rounded(),
         )
         v.held = self._held(v)
         body: list[str] = []
@@ -201,6 +203,12 @@ class _Emitter:
         apart = [x for x in early if self._differs(x.access)]
         first = [*each_row, *self._loads(v, apart), "  }"]
         return v, [*loads, *first, *each_row, *body, "  }"]
+
+    def _rounded(self) -> frozenset[Any]:
+        """Values that are stored and that others are made of. These are rounded before, whatever
+        the tier: then results do not depend on whether what reads them is in this program."""
+        used = {o for e in inside([v for _, v in self.stores]) for o in operands(e)}
+        return frozenset(v for s, v in self.stores if v in used and v.dtype == s.dtype)
 
     def _early(self, v: Values) -> list[Vector]:
         return [vector for n, (vector, _) in v.vectors.items() if n not in v.late]

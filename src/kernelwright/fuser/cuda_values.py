@@ -58,6 +58,8 @@ class Values:
     row_index: Callable[[Access], str] = lambda _: ""
     # names of tables by what they are made with
     tables: Mapping[str, str] = field(default_factory=dict)
+    # what is rounded even where nothing else is: see `_Emitter._rounded`
+    rounds: frozenset[Any] = frozenset()
     # values along the row that stay in registers
     held: dict[Any, None] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
@@ -156,7 +158,7 @@ class Values:
         if isinstance(e, Choice):
             return self._chosen(e, [self.floats(p) for p in e.pieces], "float")
         raw = self.raw(e)
-        if not self.exact or is_exact(e):
+        if is_exact(e) or not (self.exact or e in self.rounds):
             return raw
         into = self.inner if self.depends(e) else self.scalars
         kind = computed_type(e.dtype)

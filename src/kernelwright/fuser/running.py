@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from ..ops.linear import linear_gelu
 from . import interpreter
 from .argument_views import Layout, layout, layouts_as_read, lies_in, view
-from .attention_by_lengths import Lengths, attend
+from .attention_by_lengths import Lengths, attend, laid_out
 from .eight_bit_rows import eight_bit_rows
 from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
 from .planning import Plan
@@ -113,6 +113,7 @@ class Executable:
     `early_results` names what they make. Others may be
     made of a prompt alone (`prompts`). With `lengths_of` what an early mask says is asked early as
     well, and attention runs by lengths where that is all; `lengths` are the last answers.
+    `attention` computes F.scaled_dot_product_attention, in any layout.
 
     With `as_read` programs store their results in the shape in which most of PyTorch's ops read
     them, rows of a matrix for example: then these need no view. Nothing else may be given the
@@ -128,7 +129,7 @@ class Executable:
         products: Products | None = None,
         lengths_of: LengthsOf | None = None,
         launchers: Launchers = lambda program, places: None,
-        attention: Callable[..., Any] | None = None,
+        attention: Callable[..., Tensor] = plain_attention,
         as_read: bool = False,
         keep_rows: Callable[[Tensor, Tensor, Tensor], None] = lambda x, rows, scale: None,
     ) -> None:
@@ -292,8 +293,8 @@ class Executable:
 
     def _leaf(self, node: fx.Node) -> Step:
         function = PLAIN.get(node.target, node.target)
-        if node.target is ATTENTION and self._attention is not None:
-            function = partial(self._attention, node.meta["val"])
+        if node.target is ATTENTION and self._attention is not plain_attention:
+            function = self._laid_out(node.meta["val"])
         by_name = (LINEAR, LINEAR_OF_ACTIVATION, LINEARS)
         if node.target in by_name and self._products is not None:
             weights = node.args[1] if node.target is LINEARS else [node.args[1]]
@@ -309,7 +310,7 @@ class Executable:
             function, kwargs = partial(function, **node.kwargs) if kwargs else function, {}
         reads = self._places((node.args, node.kwargs))
         if self._by_lengths(node):
-            function = partial(attend, like=node.meta["val"])
+            function = partial(attend, like=node.meta["val"], by=self._attention)
             lengths = self._place[_lengths_name(node)]
             arguments = _with(arguments, lengths)
             reads.add(lengths)
@@ -327,6 +328,11 @@ class Executable:
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
             step.run = _shaped(run, place, node.meta["val"].shape)
         return step
+
+    def _laid_out(self, like: Tensor) -> Callable[..., Tensor]:
+        """Attention in the layout that it was recorded with."""
+        attention = self._attention
+        return lambda *args: laid_out(attention(*args), like)
 
     def _of_linear(self, node: fx.Node) -> tuple[Any, ...] | None:
         """The arguments of F.linear for a product with a transposed matrix, which is what that

@@ -33,9 +33,11 @@ from ...fuser.rewriting import (
     take_gelu_into_products,
 )
 from ...fuser.running import Executable
+from ...ops.attention import attention
 from ..identify.structure import layout, structure_of
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
+from ..state.switches import torch_attends
 from .bound import Bound
 from .kept_prompts import KeptPrompt
 from .masks import lengths_of, numbers_of
@@ -219,48 +221,43 @@ class Programs:
         on_cpu = device is None and self.fp8_layers is None
         products = None if on_cpu else self._products.of
         asked = None if self.exact else partial(lengths_of, self._masks)
-        attention = self._attention
-        if self.fp8_layers is not None:
-            attention = self._attention_in_fp8
         rows = {} if self.fp8_layers is None else {"keep_rows": self.fp8_layers.rows_made}
-        executable = Executable(plan, runner, products, asked, runner.launcher, attention, **rows)
+        executable = Executable(
+            *(plan, runner, products, asked, runner.launcher, self._attention), **rows
+        )
         again = partial(self._planned_again, device)
         return Recorded(kind, made, executable, len(programs), plan, again)
 
     def _attention(
-        self, like: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+        grouped: bool,
+        backends: Sequence[int],
     ) -> Tensor:
-        """Attention of a recorded block, with the numbers of a mask made once for all blocks."""
-        _, _, scale, grouped, backends = rest
-        if mask is not None and mask.dtype is torch.bool and query.ndim == 4 and not backends:
+        """Attention of a recorded block by the fastest kernel of the tier; in `exact` by PyTorch's,
+        with the numbers of a mask made once for all blocks."""
+        plain = query.ndim == 4 and not dropout and not backends
+        if plain and self.exact and mask is not None and mask.dtype is torch.bool:
             by = partial(attention_choice, query, key, value, scale=scale, grouped=grouped)
             choice = by(mask=mask)
             numbers = numbers_of(self._masks, choice, query, mask)
             if numbers is not None and by(mask=numbers) == choice:
                 mask = numbers
-        return plain_attention(query, key, value, mask, *rest)
-
-    def _attention_in_fp8(
-        self, like: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any
-    ) -> Tensor:
-        """Attention of a recorded block, in eight bits where the tier has it so; the kernels after
-        it read it in the layout of `like`."""
-
-        def in_16_bits() -> Tensor:
-            return plain_attention(query, key, value, mask, *rest)
-
-        dropout, causal, scale, *others = rest
-        plain = mask is None and not dropout and not causal and not any(others)
-        y = None
-        if plain and query.ndim == 4:
-            y = self.fp8_layers.attention(query, key, value, in_16_bits, scale)
-        if y is None:
-            return in_16_bits()
-        if y.stride() == like.stride():
-            return y
-        return torch.empty_strided(like.shape, like.stride(), dtype=y.dtype, device=y.device).copy_(
-            y
-        )
+        if not plain or self.exact or not torch_attends():
+            return plain_attention(
+                query, key, value, mask, dropout, causal, scale, grouped, backends
+            )
+        fastest = partial(attention, query, key, value, mask, scale, causal)
+        if self.fp8_layers is None or mask is not None or causal:
+            return fastest()
+        y = self.fp8_layers.attention(query, key, value, fastest, scale)
+        return fastest() if y is None else y
 
     def _rewrite_products(
         self, module: nn.Module, made: Recording, inputs: Sequence[Tensor]
