@@ -135,7 +135,7 @@ def test_a_processor_of_ones_own_is_called():
 
 def test_query_and_key_that_differ_stay_eager(monkeypatch):
     """Both streams are written into one tensor; so must be the fallback of a wrong one."""
-    from kernelwright.inject.fusions import attention as fusions
+    from kernelwright.inject.fusions import query_key as fusions
 
     op = fusions.QK_NORM_ROPE
 

@@ -21,8 +21,9 @@ from ...ops.rope_into_cache import ROPE_INTO_CACHE
 from ..identify.source import fingerprint
 from ..reuse.packed_weights import why_not_now
 from ..runtime.sites import NO_MEMORY, declined, mode, set_mode, site
-from .attention import AttentionFusions, needs_grad, promotes_dtype
+from .attention import AttentionFusions
 from .base import CHANGES_DTYPE, Part
+from .query_key import needs_grad, promotes_dtype
 
 # the code of `update` that the kernel replaces: StaticLayer's, and that of the cache around it, of
 # transformers 5.17 and of 5.20 to 5.22
