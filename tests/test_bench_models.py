@@ -431,3 +431,6 @@ def test_graphs_of_torch_compile_are_its_own_if_the_whole_cannot_be_captured(fai
                 run(input=x.clone())
     assert report is None
     assert asked == ([False, True] if fails else [False])
+    (said,) = run.graph_lines
+    why = "torch.compile's own graphs: operation failed due to a previous error during capture"
+    assert said == (why if fails else "1 graph")

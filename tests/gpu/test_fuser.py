@@ -12,8 +12,10 @@ import kernelwright as kw
 from kernelwright import models
 from kernelwright.fuser import planning, recording, running
 from kernelwright.fuser.attention_by_lengths import attend, read
+from kernelwright.fuser.eight_bit_rows import READ_IN_EIGHT_BITS
 from kernelwright.fuser.launching import Kernels
 from kernelwright.inject.graphs.host_reads import OTHER_VALUES
+from kernelwright.ops import fp8
 
 pytestmark = pytest.mark.gpu
 HALF = [torch.bfloat16, torch.float16]
@@ -161,6 +163,50 @@ def test_norms_and_what_is_around_them(norm, width):
     got, plan = launched(Small(forward), x, weight, scale)
     assert same(got, forward(x, weight, scale))
     assert len(plan.steps) == 1
+
+
+def modulated(x, scale, gate):
+    total = x + gate * x
+    return total, F.layer_norm(total, x.shape[-1:]) * (1 + scale) + gate
+
+
+@pytest.mark.parametrize("width", [64, 1536, 2048, 6144])
+def test_rows_in_eight_bits_are_those_of_a_pass_of_their_own(width):
+    how = {"device": "cuda", "dtype": torch.bfloat16}
+    x, scale, gate = torch.randn(2, 300, width, **how), *torch.randn(2, 2, 1, width, **how)
+    recorded = recording.record(Small(modulated), (x, scale, gate), {})
+    (output,) = recorded.graph.find_nodes(op="output")
+    output.args[0][1].meta[READ_IN_EIGHT_BITS] = True
+    kernels, kept = Kernels(exact=False), []
+    plan = planning.plan(recorded, kernels.why_not)
+    (program,) = plan.steps
+    run = kernels.launched([program], plan.values, torch.device("cuda", 0))
+
+    def runner(program, given, outputs):
+        run[id(program)]({**given, **outputs})
+
+    execute = running.Executable(plan, runner, keep_rows=lambda *made: kept.append(made))
+    _, normed = execute(recorded.inputs(Small(modulated), (x, scale, gate), {}))
+    ((of, rows, scales),) = kept
+    assert of is normed
+    expected, expected_scales = fp8.quantize(normed)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize("numerics", ["fused", "fp8"])
+@pytest.mark.parametrize("name", ["ltx-video", "flux-dev", "sd3.5-medium", "flux2-dev"])
+def test_every_call_gives_the_same_bits(name, numerics, graphs):
+    """Also once blocks do the first steps of the next."""
+    how = {"tiny": True, "dtype": torch.bfloat16, "device": "cuda"}
+    model, given = models.build(name, **how), models.inputs(name, **how)
+    with torch.no_grad(), kw.injected(model, numerics=numerics, recipes=False, graphs=graphs) as r:
+        first = model(**given)
+        for _ in range(5):
+            assert _equal(model(**given), first)
+    assert not r.problems
+    assert all(line.apart is None for line in r.blocks)
 
 
 def test_a_block_of_no_library():

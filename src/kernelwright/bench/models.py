@@ -171,6 +171,8 @@ def _measure(
             row["sites"] = report.sites
             row["problems"] = report.to_dict()["problems"]
             row["graphs"] = report.graph_lines
+        elif (graphs := getattr(run, "graph_lines", None)) is not None:
+            row["graphs"] = graphs
         # a peer's copy of the model stands beside the model
         own = "torchao" not in config.split("+")
         row |= _memory() if own else {}

@@ -178,10 +178,12 @@ def _captured(model: Any, stack: ExitStack, parts: Sequence[str]) -> Callable[..
     def first_or_next(**inputs: Any) -> Any:
         if not runs:
             try:
-                runs["graphs"] = graph_of(inputs)
-            except RuntimeError:
+                runs["graphs"], said = graph_of(inputs), "1 graph"
+            except RuntimeError as no:
                 own = _compiled(model, stack, parts, own_graphs=True)
-                runs["graphs"] = _step_by_step(own)
+                why = str(no).strip().partition("\n")[0]
+                runs["graphs"], said = _step_by_step(own), f"torch.compile's own graphs: {why}"
+            first_or_next.graph_lines = [said]  # type: ignore[attr-defined]
         return runs["graphs"](**inputs)
 
     return first_or_next
