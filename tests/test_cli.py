@@ -232,6 +232,25 @@ def test_inspect_shows_programs():
     refused = invoke("inspect", "a/b", "--programs")
     assert refused.exit_code != 0
     assert "shown for presets" in refused.output
+    refused = invoke("inspect", "ltx-video", "--programs", "--numerics", "fast")
+    assert refused.exit_code != 0
+    assert "none of exact, fused, fp8" in refused.output
+
+
+def test_inspect_shows_the_programs_of_a_tier():
+    exact, fused, fp8 = (
+        invoke("inspect", "ltx-video", "--programs", "--cuda", "--numerics", numerics).output
+        for numerics in ("exact", "fused", "fp8")
+    )
+    assert "linear_gelu(" in fused
+    assert "FreeRms" in fused
+    assert "TorchRms" in exact
+    assert "in F.rms_norm's order" in exact
+    assert "in any order" in fused
+    assert "linear_of_activation(" in fp8
+    assert "and as rows in fp8" in fp8
+    assert "write_eight" in fp8
+    assert "write_eight" not in exact + fused
 
 
 def test_inspect_of_a_name_that_is_nothing():

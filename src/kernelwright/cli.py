@@ -171,7 +171,7 @@ def inspect(
     many there are, whether it has a weight, and what replaces it.
     """
     if programs:
-        _inspect_programs(model, tiny, cuda, as_json)
+        _inspect_programs(model, tiny, cuda, numerics, as_json)
         return
     from . import inspect as look
     from .inject.report.architecture import Architecture
@@ -195,7 +195,7 @@ def inspect(
     console.print(report.summary)
 
 
-def _inspect_programs(model: str, tiny: bool, cuda: bool, as_json: bool) -> None:
+def _inspect_programs(model: str, tiny: bool, cuda: bool, numerics: str, as_json: bool) -> None:
     from . import models as known
     from .commands import inspect_programs
 
@@ -205,9 +205,13 @@ def _inspect_programs(model: str, tiny: bool, cuda: bool, as_json: bool) -> None
             f"{known.catalog.suggestion(model)}",
             param_hint="MODEL",
         )
+    if numerics not in (tiers := ("exact", "fused", "fp8")):
+        raise typer.BadParameter(
+            f"{numerics!r} is none of {', '.join(tiers)}", param_hint="--numerics"
+        )
     with Console(stderr=True).status(f"writing the blocks of {model} down"):
         try:
-            lines = list(inspect_programs.shown(model, tiny, cuda))
+            lines = list(inspect_programs.shown(model, tiny, cuda, numerics))
         except RuntimeError as error:  # what reads values needs a model that has some
             hint = "" if tiny else "; --tiny runs a small one"
             raise typer.BadParameter(f"{error}{hint}", param_hint="MODEL") from None

@@ -68,7 +68,7 @@ def test_a_kernel_computes_what_the_interpreter_does(case, tmp_path):
     names = [n.name for n in plan.graph.nodes if n.op == "placeholder"]
     tensors = {**plan.constants, **dict(zip(names, inputs, strict=True))}
     (program,) = (s for s in plan.steps if isinstance(s, Program))
-    kernel = launching.Kernels()._kernel(program, launching._layout([program], plan.values))
+    kernel = launching.Kernels()._kernel(program, launching.layout_of([program], plan.values))
     want = {
         s.target: torch.empty_strided(s.shape, s.strides, dtype=s.dtype) for s in program.stores
     }
@@ -91,7 +91,7 @@ def stored(function, inputs, folder):
     (program,) = (s for s in plan.steps if isinstance(s, Program))
     for s in program.stores:
         tensors[s.target] = torch.empty_strided(s.shape, s.strides, dtype=s.dtype)
-    kernel = kernels._kernel(program, launching._layout([program], plan.values))
+    kernel = kernels._kernel(program, launching.layout_of([program], plan.values))
     cuda_on_cpu.launched(kernel, tensors, folder)
     return [tensors[s.target] for s in program.stores]
 
@@ -150,7 +150,7 @@ def test_a_kernel_stores_its_rows_in_eight_bits_too(case, tmp_path):
         tensors[s.target] = torch.empty_strided(s.shape, s.strides, dtype=s.dtype)
     for name, shape, dtype in made.parts():
         tensors[name] = torch.empty(shape, dtype=dtype)
-    kernel = kernels._kernel(program, launching._layout([program], plan.values))
+    kernel = kernels._kernel(program, launching.layout_of([program], plan.values))
     cuda_on_cpu.launched(kernel, tensors, tmp_path)
     rows, scale = fp8.reference.quantize(tensors[made.source])
     assert torch.equal(tensors[made.scale], scale)
@@ -176,7 +176,7 @@ def test_every_number_of_eight_bits_is_rounded_to_as_pytorch_rounds(tmp_path):
     (given,) = (n.name for n in plan.graph.nodes if n.op == "placeholder")
     tensors = {given: x, made.source: torch.empty_like(x)}
     tensors |= {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in made.parts()}
-    layout = launching._layout([program], plan.values)
+    layout = launching.layout_of([program], plan.values)
     cuda_on_cpu.launched(launching.kernel_of(program, layout, False), tensors, tmp_path)
     want = x.float().to(torch.float8_e4m3fn)
     assert torch.equal(tensors[made.rows].float(), want.float())
@@ -188,7 +188,7 @@ def test_a_copy_into_another_layout(shape, tmp_path):
     recorded = recording.record(Small(lambda x: x.transpose(1, 2).contiguous()), (x,), {})
     plan = planning.plan(recorded)
     copy = next(s for s in plan.steps if isinstance(s, Program))
-    kernel = launching.kernel_of(copy, launching._layout([copy], plan.values))
+    kernel = launching.kernel_of(copy, launching.layout_of([copy], plan.values))
     (store,) = copy.stores
     got = torch.zeros(shape[0], shape[2], shape[1], dtype=x.dtype)
     cuda_on_cpu.launched(kernel, {"arg0_1": x, store.target: got}, tmp_path)
@@ -201,7 +201,7 @@ def test_heads_are_taken_together_and_halves_loaded_once():
     recorded = recording.record(Small(function), tuple(inputs), {})
     plan = planning.plan(recorded)
     (program,) = (s for s in plan.steps if isinstance(s, Program))
-    kernel = launching.Kernels()._kernel(program, launching._layout([program], plan.values))
+    kernel = launching.Kernels()._kernel(program, launching.layout_of([program], plan.values))
     assert f"for (int r = 0; r < {cuda_source.TOGETHER[0]}; r++)" in kernel.code
     assert kernel.extents == [2, 4 // cuda_source.TOGETHER[0], 5]
     # query, key, weight, each at its own place and at that of its partner; cos and sin

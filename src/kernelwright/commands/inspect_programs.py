@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import fx
+
 from .. import models
 from ..backends import Unsupported
-from ..fuser import cuda_source, planning, readable, recording
+from ..fuser import planning, readable, recording
 from ..fuser.block_calls import block_calls
+from ..fuser.eight_bit_rows import mark_rows
+from ..fuser.launching import kernel_of, layout_of
+from ..fuser.planning import Plan
 from ..fuser.program import Program
-from ..fuser.recording import CannotRecord, Recording
+from ..fuser.recording import CannotRecord
+from ..fuser.rewriting import take_activations_into_products, take_gelu_into_products
+from ..inject.fp8.suitable_layers import is_short, misfit_of_shape
 
 
-def shown(preset: str, tiny: bool, cuda: bool) -> Iterator[str]:
+def shown(preset: str, tiny: bool, cuda: bool, numerics: str = "exact") -> Iterator[str]:
     """Every class of block of a preset, as text."""
     # a tiny model runs; a large one has no memory, and tells shapes alone
     how: dict[str, Any] = {"tiny": tiny, "device": "cpu" if tiny else "meta"}
@@ -24,22 +31,31 @@ def shown(preset: str, tiny: bool, cuda: bool) -> Iterator[str]:
         except CannotRecord as no:
             yield f"{kind}: cannot be written down: {no}"
             continue
+        if numerics == "fused":
+            take_gelu_into_products(recorded.graph)
+        elif numerics == "fp8":
+            take_activations_into_products(recorded.graph, _is_quantised)
+            mark_rows(recorded.graph, _is_quantised)
         plan = planning.plan(recorded)
         programs = [s for s in plan.steps if isinstance(s, Program)]
         yield f"{kind}: {plan.ops} ops between GEMMs and attention become {len(programs)} programs"
-        yield from (f"  {line}" for line in readable.lines(plan, recorded))
+        exact = numerics == "exact"
+        yield from (f"  {line}" for line in readable.lines(plan, recorded, exact))
         if cuda:
             for number, program in enumerate(programs, 1):
                 yield f"\n// {kind}, program {number}"
-                yield _source(program, recorded)
+                yield _source(program, plan, exact)
         yield ""
 
 
-def _source(program: Program, recorded: Recording) -> str:
-    values: dict[str, Any] = {n.name: n.meta.get("val") for n in recorded.graph.nodes}
-    tensors = {n: cuda_source.Tensor(values[n].stride(), values[n].dtype) for n in program.loads}
-    tensors |= {s.target: cuda_source.Tensor(s.strides, s.dtype) for s in program.stores}
+def _is_quantised(layer: fx.Node) -> bool:
+    """Whether a linear layer of a block would run in fp8, as far as its shape tells."""
+    weight = layer.args[1].meta["val"]
+    return not is_short(layer.args[0].meta["val"]) and misfit_of_shape(weight) is None
+
+
+def _source(program: Program, plan: Plan, exact: bool) -> str:
     try:
-        return cuda_source.kernel(program, tensors).code
+        return kernel_of(program, layout_of([program], plan.values), exact).code
     except Unsupported as no:
         return f"// has no kernel yet: {no}"

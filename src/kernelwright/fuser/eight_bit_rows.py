@@ -18,9 +18,18 @@ from ..ops.fp8.reference import DTYPE
 from .expression import Load
 from .lowering import Shape
 from .program import Program, Store
+from .recorded_ops import LINEAR, LINEARS
 
 # in the `meta` of a node that GEMMs read in fp8
 READ_IN_EIGHT_BITS = "read in eight bits"
+
+
+def mark_rows(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> None:
+    """Say of the inputs of linear layers that are `wanted` that they are read in eight bits."""
+    for op in (LINEAR, LINEARS):
+        for node in graph.find_nodes(op="call_function", target=op):
+            if wanted(node):
+                node.args[0].meta[READ_IN_EIGHT_BITS] = True
 
 
 @dataclass(frozen=True)

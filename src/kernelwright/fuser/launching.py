@@ -72,7 +72,7 @@ class Kernels:
     def why_not(self, program: Program, values: Mapping[str, Any]) -> str | None:
         """Why there is no kernel of a program, or None; `values` are what was recorded."""
         try:
-            launch_of(self._kernel(program, _layout([program], values)))
+            launch_of(self._kernel(program, layout_of([program], values)))
         except Unsupported as no:
             return str(no)
         return None
@@ -81,7 +81,7 @@ class Kernels:
         self, programs: Sequence[Program], values: Mapping[str, Any], device: torch.device
     ) -> dict[int, Launched]:
         """The programs on a GPU, by their ids."""
-        layout = _layout(programs, values)
+        layout = layout_of(programs, values)
         kernels = [self._kernel(program, layout) for program in programs]
         arch = Target.of(device).arch
         with ThreadPoolExecutor() as pool:
@@ -96,7 +96,7 @@ class Kernels:
         return self._known[program]
 
 
-def _layout(
+def layout_of(
     programs: Sequence[Program], values: Mapping[str, Any]
 ) -> dict[str, cuda_source.Tensor]:
     """How the tensors lie that programs load and store."""

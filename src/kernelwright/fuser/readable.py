@@ -30,8 +30,8 @@ ORDERS = {
 }
 
 
-def lines(plan: Plan, recording: Recording) -> Iterator[str]:
-    """A plan, step by step."""
+def lines(plan: Plan, recording: Recording, exact: bool = True) -> Iterator[str]:
+    """A plan, step by step; unless `exact` its kernels sum in any order."""
     labels = labels_of(recording)
     number = 0
     for step in plan.steps:
@@ -40,14 +40,17 @@ def lines(plan: Plan, recording: Recording) -> Iterator[str]:
             yield f"{step.name} = {_name(step.target)}({given})"
         else:
             number += 1
-            yield from program_lines(step, labels, f"program {number}")
+            yield from program_lines(step, labels, f"program {number}", exact)
 
 
-def program_lines(program: Program, labels: Mapping[str, str], title: str) -> Iterator[str]:
+def program_lines(
+    program: Program, labels: Mapping[str, str], title: str, exact: bool = True
+) -> Iterator[str]:
     extents = dict(program.extents)
     size = " x ".join(f"{n}: {e}" for n, e in program.extents)
     sums = {
-        f"; rows of {prod(extents[n] for n in r.over)} in {ORDERS.get(r.op, str(r.op))}"
+        f"; rows of {prod(extents[n] for n in r.over)} in "
+        + (ORDERS.get(r.op, str(r.op)) if exact else "any order")
         for r in program.rows
     }
     yield f"{title} [{size}]{''.join(sorted(sums))}"

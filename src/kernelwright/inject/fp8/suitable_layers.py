@@ -22,7 +22,12 @@ def unfit(name: str, layer: nn.Linear) -> str | None:
     """Why a layer of a model is not to be quantised, or None if it is."""
     if not any(part.isdigit() for part in name.split(".")):
         return "outside the blocks: first and last layers are sensitive"
-    n, k = layer.weight.shape
+    return misfit_of_shape(layer.weight)
+
+
+def misfit_of_shape(weight: Tensor) -> str | None:
+    """Why no fp8 GEMM takes a weight, or None if one does."""
+    n, k = weight.shape
     if n % fp8.MULTIPLE or k % fp8.MULTIPLE or min(n, k) < NARROWEST:
         return f"its weight is {n} × {k}, which fp8 GEMMs do not take"
     return None

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...fuser.eight_bit_rows import READ_IN_EIGHT_BITS
-from ...fuser.recorded_ops import LINEAR, LINEARS, activated
+from ...fuser.recorded_ops import LINEARS, activated
 from ...fuser.recording import Recording
 from ...ops.linear import algorithms
 from ...ops.linear.plain import separate_linears
@@ -118,13 +117,10 @@ class ProgramProducts:
         found = [layers.get(w.name) for w in weights]
         return all(m is not None and self.fp8_layers.expected(m) for m in found)
 
-    def mark_rows(self, module: nn.Module, made: Recording) -> None:
-        """Say which values of a graph are read in eight bits."""
-        for op in (LINEAR, LINEARS):
-            for node in made.graph.find_nodes(op="call_function", target=op):
-                x = node.args[0].meta
-                if self.quantises(module, made, node) and self.fp8_layers.reads_rows(x["val"]):
-                    x[READ_IN_EIGHT_BITS] = True
+    def reads_rows(self, module: nn.Module, made: Recording, node: fx.Node) -> bool:
+        """Whether a linear layer, or several of one input, read that input in eight bits."""
+        x = node.args[0].meta["val"]
+        return self.quantises(module, made, node) and self.fp8_layers.reads_rows(x)
 
     def whole(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...backends.torch_internals import attention_choice, layout_check
 from ...fuser import planning, recording
+from ...fuser.eight_bit_rows import mark_rows
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
 from ...fuser.program import Program
@@ -201,7 +202,7 @@ class Programs:
         if self.fp8_layers is not None:
             quantises = partial(self._products.quantises, module, made)
             take_activations_into_products(made.graph, quantises)
-            self._products.mark_rows(module, made)
+            mark_rows(made.graph, partial(self._products.reads_rows, module, made))
         kind = type(module).__name__
         try:
             found = self._planned(device, kind, made)
