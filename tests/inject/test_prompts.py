@@ -1,5 +1,7 @@
 """What depends only on the text is computed once per prompt, and again when anything changes."""
 
+from weakref import ref
+
 import pytest
 import torch
 from everything import share
@@ -170,3 +172,24 @@ def test_what_blocks_share_is_made_once_in_a_forward():
     assert len(made) == 2
     shared(text, None, lambda: made.append(1))
     assert len(made) == 3, "outside a forward nothing says when to make it anew"
+
+
+def test_what_blocks_share_is_let_go_after_the_forward():
+    shared, text = PerForwardCache(), torch.ones(1)
+    with model_run.begin(nn.Identity(), (text,), {}, TensorSamples()):
+        made = ref(shared(text, None, lambda: torch.ones(3)))
+        assert made() is not None
+    assert made() is None
+
+
+def test_what_blocks_share_is_let_go_after_a_forward_that_fails():
+    shared, text, made = PerForwardCache(), torch.ones(1), []
+
+    def fails():
+        with model_run.begin(nn.Identity(), (text,), {}, TensorSamples()):
+            made.append(ref(shared(text, None, lambda: torch.ones(3))))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert made[0]() is None

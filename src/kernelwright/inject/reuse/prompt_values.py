@@ -102,9 +102,13 @@ class _Last(threading.local):
     def is_of(self, sources: Sequence[Tensor], facts: Any) -> bool:
         return self.facts == facts and all(map(is_, [r() for r in self.sources], sources))
 
+    def forget(self) -> None:
+        self.sources, self.facts, self.value = (), None, None
+
 
 class PerForwardCache:
-    """A value that the blocks of a forward share, computed from a tensor each of them is given."""
+    """A value that the blocks of a forward share, computed from a tensor each of them is given. It
+    is let go when the forward ends: a mask of all pairs of tokens takes as much as a layer."""
 
     def __init__(self) -> None:
         self._last = _Last()
@@ -142,6 +146,8 @@ class PerForwardCache:
         last = self._last
         if not last.is_of(sources, known):
             last.sources, last.facts, last.value = list(map(ref, sources)), known, make()
+            if model_run.active.at_end is not None:
+                model_run.active.at_end.append(last.forget)
         return last.value
 
 

@@ -8,7 +8,7 @@ on that; otherwise each module checks its own state.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -53,6 +53,7 @@ class _Run(threading.local):
     switches: int | None = None  # the number of PyTorch's switches
     samples: TensorSamples | None = None  # of the tensors that cached values depend on
     repeatable: dict[int, bool] | None = None
+    at_end: list[Callable[[], None]] | None = None  # to be called when the forward has ended
 
 
 active = _Run()
@@ -74,15 +75,18 @@ def begin(
     active.token, active.model = next(_numbers), model
     active.run_once, active.modules = found.run_once, found.modules
     active.adapted, active.samples = found.adapted, samples
-    active.repeatable = found.repeatable
+    active.repeatable, active.at_end = found.repeatable, []
     active.serial = found.serial if found.run_once is None else 0
     kind = device_type(args, kwargs)
     active.switches, active.on_gpu = number_of(switches(kind)), kind == "cuda"
+    at_end = active.at_end
     try:
         yield
     finally:
         vars(active).clear()
         vars(active).update(before)
+        for end in at_end:
+            end()
 
 
 def is_outermost(model: nn.Module) -> bool:
