@@ -2,12 +2,14 @@
 nothing comes between them; whatever does costs speed alone."""
 
 import gc
+import itertools
 import threading
 from types import MethodType
 from weakref import ref
 
 import pytest
 import torch
+from everything import share
 from fuser.blocks import Block, drawn
 from torch import nn
 
@@ -18,6 +20,7 @@ from kernelwright import models
 from kernelwright.fuser import interpreter
 from kernelwright.inject.fp8 import suitable_layers
 from kernelwright.inject.reuse.bound import Bound, Variant
+from kernelwright.inject.verify import accuracy
 
 LAYERS = 4
 # programs of a block alone, of the first with the work for the next, of one between two others, and
@@ -164,6 +167,25 @@ def test_blocks_of_the_other_tiers(preset, numerics, counted, monkeypatch):
         results.append(result)
     assert found[1] < found[0]
     assert same(*results)
+
+
+TIERS = list(itertools.product(models.presets(), ("fused", "fp8")))
+
+
+@pytest.mark.parametrize(("preset", "numerics"), share(TIERS, 13, start=3))
+def test_other_tiers_give_the_same_bits_at_each_call_and_are_undone(preset, numerics, monkeypatch):
+    """The first call records, the second tries what blocks do for the next."""
+    monkeypatch.setattr(suitable_layers, "ROWS", 4)
+    how = {"tiny": True, "dtype": torch.float32}
+    model, inputs = models.build(preset, **how), models.inputs(preset, **how)
+    expected = run(model, inputs)
+    with kw.injected(model, numerics=numerics, recipes=False) as report:
+        first = run(model, inputs)
+        for _ in range(3):
+            assert same(run(model, inputs), first)
+        assert not report.problems
+    assert accuracy.error(first, expected) < (1e-4 if numerics == "fused" else 0.5)
+    assert same(run(model, inputs), expected)
 
 
 def between(function):
