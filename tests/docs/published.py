@@ -25,7 +25,8 @@ def small_pipelines() -> Iterator[None]:
     """`from_pretrained` of pipelines builds small ones; their moves to a GPU need none."""
     from diffusers import DiffusionPipeline, FluxPipeline, LTXPipeline
 
-    smaller = {FluxPipeline: {}, LTXPipeline: {"num_frames": 9}}
+    # by default FLUX reads 512 tokens of text
+    smaller = {FluxPipeline: {"max_sequence_length": 32}, LTXPipeline: {"num_frames": 9}}
     made = {FluxPipeline: _flux, LTXPipeline: partial(models.ltx_pipeline, tiny=True)}
     with ExitStack() as patches:
         for kind, build in made.items():
