@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..ops import library
-from ..ops.fp8.reference import ACTIVATIONS
+from ..ops.fp8.reference import activated
 from ..ops.linear import linear_gelu
 from ..ops.linear.plain import separate_linears
 
@@ -81,12 +81,6 @@ def linear_of_activation(
 ) -> Tensor:
     """A linear layer of [left, act(x) * up]."""
     return F.linear(activated(x, activation, up, left), weight, bias)
-
-
-def activated(x: Tensor, activation: str, up: Tensor | None, left: Tensor | None) -> Tensor:
-    y = ACTIVATIONS[activation](x)
-    y = y if up is None else y * up
-    return y if left is None else torch.cat([left, y], -1)
 
 
 # these three are in no forward that is recorded: a rewriting of its graph puts them there

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ...backends.user_warnings import warn
 from ...ops.few_rows import EIGHT_BIT_LINEAR_FEW_ROWS, is_few, problem
 from ...ops.few_rows.reference import eight_bit_linear_few_rows
-from ...ops.fp8.reference import ACTIVATIONS
+from ...ops.fp8 import reference
 from ...ops.glu import SILU_MUL
 from ..graphs.capture import capturing
 from ..runtime.sites import informative
@@ -21,13 +20,10 @@ MOST_ERROR = 2**-8
 
 
 def activated(x: Tensor, activation: str, up: Tensor | None, left: Tensor | None) -> Tensor:
-    """[left, act(x) * up] in 16 bits."""
+    """[left, act(x) * up] in 16 bits; a gated SiLU by its kernel."""
     if activation == "silu" and up is not None:
-        y = SILU_MUL(x, up)
-    else:
-        y = ACTIVATIONS[activation](x)
-        y = y if up is None else y * up
-    return y if left is None else torch.cat([left, y], -1)
+        return reference.activated(SILU_MUL(x, up), "none", None, left)
+    return reference.activated(x, activation, up, left)
 
 
 class Weights(Protocol):

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...fuser.recorded_ops import LINEARS, activated
+from ...fuser.recorded_ops import LINEARS
 from ...fuser.recording import Recording
+from ...ops.fp8.reference import activated
 from ...ops.linear import algorithms
 from ...ops.linear.plain import separate_linears
 from . import packed_weights

@@ -17,16 +17,20 @@ ACTIVATIONS = {
 }
 
 
+def activated(x: Tensor, activation: str, up: Tensor | None, left: Tensor | None) -> Tensor:
+    """[left, act(x) * up]"""
+    y = ACTIVATIONS[activation](x)
+    y = y if up is None else y * up
+    return y if left is None else torch.cat([left, y], -1)
+
+
 def quantize(
     x: Tensor, up: Tensor | None = None, activation: str = "none", left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """[left, act(x) * up] in fp8 [..., L + K], and the scale of each row [..., 1]. The largest
     element of a row becomes the largest fp8 value."""
-    y = ACTIVATIONS[activation](x.float())
-    if up is not None:
-        y = y * up.float()
-    if left is not None:
-        y = torch.cat([left.float(), y], -1)
+    up, left = (None if t is None else t.float() for t in (up, left))
+    y = activated(x.float(), activation, up, left)
     largest = y.abs().amax(-1, keepdim=True) if y.shape[-1] else y.new_zeros(*y.shape[:-1], 1)
     largest = torch.where(largest == 0, LARGEST, largest)
     # reciprocal() rounds alike on CPU and GPU; LARGEST / largest does not
