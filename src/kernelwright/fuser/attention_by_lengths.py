@@ -107,7 +107,7 @@ def _facts(mask: Tensor, queries: int, keys: int) -> Tensor:
     """[samples, 2, 1 + 2 * MAX_RANGES]: of rows and of keys the number of edges, and then the first
     edges. Instead of the number MORE, if the mask says more than its lengths."""
     seen = _seen(mask)
-    # what is made of a column and a row lies as the first of them does: read it along that
+    # a mask computed as column & row may be stored column by column: read it in memory order
     turned = seen.stride(2) == 1 < seen.stride(3)
     words = _words(seen.transpose(2, 3) if turned else seen)
     valid = (words if words.dtype == torch.bool else words != 0).any(3)

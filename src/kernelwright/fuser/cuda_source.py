@@ -352,7 +352,7 @@ class _Emitter:
             for lane, at in zip(v.floats(value), places, strict=True):
                 text = f"narrow<{kind}>({lane})" if whole else f"{lane} != 0.f"
                 lines.append(f"*({place} + {at}) = {text};")
-        # a thread that has one vector alone has left if that is beyond the last row
+        # where rows are not shared, threads beyond the last row have returned already
         v.inner += ["if (live) {", *lines, "}"] if self.by_row else lines
 
     def _quantised(self, store: Store) -> list[str]:

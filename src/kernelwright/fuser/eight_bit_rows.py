@@ -1,4 +1,4 @@
-"""Programs that store what they make in fp8 as well, for the GEMMs that read it so.
+"""Programs that store a result in fp8 as well, for the fp8 GEMMs that read it.
 
 Such a GEMM multiplies rows of eight bits, each with a scale by which its largest element is the
 largest fp8 value. The program has a whole row in registers; a pass of its own would read it again.
@@ -59,8 +59,8 @@ def eight_bit_rows(program: Program) -> list[EightBitRows]:
 def with_eight_bit_rows(
     steps: list[fx.Node | Program], graph: fx.Graph, is_good: Callable[[Program], bool]
 ) -> list[fx.Node | Program]:
-    """The steps of a plan, whose programs store in eight bits what is read so, if the result
-    `is_good`."""
+    """The steps of a plan. A program also stores in eight bits what fp8 GEMMs read, unless the
+    changed program is not `is_good`."""
     wanted = {n.name for n in graph.nodes if n.meta.get(READ_IN_EIGHT_BITS)}
     if not wanted:
         return steps
@@ -78,8 +78,8 @@ def with_eight_bit_rows(
 
 
 def _is_row(program: Program, store: Store) -> bool:
-    """Whether the threads of a row have all that is one row of a tensor without gaps. A copy into
-    another layout goes by tiles, not by rows."""
+    """Whether the threads that share a row hold exactly one row of a contiguous tensor. A copy into
+    another layout is excluded: its kernel works on tiles, not on rows."""
     if isinstance(store.value, Load):
         return False
     try:

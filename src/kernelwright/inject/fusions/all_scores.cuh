@@ -53,8 +53,8 @@ template <class F> __device__ __forceinline__ float over_row(float (&v)[4], floa
   return __shfl_sync(~0u, all, 0);
 }
 
-// x / y, rounded as the division rounds it, for `inverse` = 1 / y, y from 1 to 2^14 and x from 0 to 1:
-// each step leaves less than half of what the one before was off. Tiny quotients lose their remainder.
+// x / y, correctly rounded, for `inverse` = 1 / y, y from 1 to 2^14 and x from 0 to 1: a product and
+// two corrections by the remainder. For tiny x the remainder would underflow, so these are divided.
 __device__ __forceinline__ float divided(float x, float y, float inverse) {
   if (x > 0.f && x < 0x1p-96f) return __fdiv_rn(x, y);
   float q = __fmul_rn(x, inverse);
@@ -63,7 +63,7 @@ __device__ __forceinline__ float divided(float x, float y, float inverse) {
 }
 
 // M: the type of the mask. PER: numbers of a row for each thread of PyTorch's. WHOLE: rows of scores
-// and mask begin at multiples of four elements, and their length is one.
+// and mask begin at multiples of four elements, and have a multiple of four elements.
 template <class M, int PER, bool WHOLE> __device__ __forceinline__ void probabilities(const AllScoresArgs& a) {
   __shared__ float of_top[32], of_sum[32], of_hidden[32];
   const i64 row = blockIdx.x;
