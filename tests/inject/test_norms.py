@@ -183,3 +183,30 @@ def test_another_weight_and_another_eps_are_seen():
     expected = type(norm).forward(norm, rows())
     assert torch.equal(norm(rows()), expected)
     assert not torch.equal(expected, 2 * before)
+
+
+def test_norms_that_do_the_same_are_probed_once_and_others_each(monkeypatch):
+    class Scaled(nn.Module):
+        """A norm whose class is nobody's; `double` makes it another one."""
+
+        def __init__(self, double=False):
+            super().__init__()
+            self.weight, self.eps, self.double = nn.Parameter(torch.ones(WIDTH)), 1e-6, double
+
+        def forward(self, x):
+            y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * y.to(x.dtype) * (2 if self.double else 1)
+
+    Scaled.__name__ = "ScaledNorm"
+    calls = []
+    plain = Scaled.forward
+    Scaled.forward = lambda self, x: calls.append(self) or plain(self, x)
+    alike = [Scaled() for _ in range(5)]
+    assert len({describe(m) for m in alike}) == 1 and isinstance(describe(alike[0]), Norm)
+    once = len(calls)
+    assert once == 3  # one for each dtype
+    assert describe(Scaled(double=True)) == OTHER
+    assert len(calls) > once
+    # another forward of the class is another norm, for modules that were known as well
+    Scaled.forward = lambda self, x: plain(self, x) + 1
+    assert describe(alike[0]) == OTHER and describe(Scaled()) == OTHER

@@ -132,6 +132,7 @@ class _Plan:
         self.training = Training(self.checker, self.fusions.programs.fell_back)
         self.checker.training = self.training
         self.lines: Counter[Line] = Counter()
+        self.of_families: dict[type, list[Patch]] = {}
         # recording and compiling pay off where a block runs at every step, not once per picture
         self.blocks = set(blocks(part.model)) if part.denoises else set()
         self.training.kinds = tuple({type(b) for b in self.blocks} - self._with_skipped_parts())
@@ -193,8 +194,12 @@ class _Plan:
 
     def _patches(self, module: nn.Module) -> Iterator[Patch]:
         """Those written for a family first, then programs for blocks, then those of any module."""
-        families = recipes() if self.options.recipes else ()
-        yield from (p for r in families if not r.generic for p in r.patches)
+        kind = type(module)
+        if kind not in self.of_families:
+            families = recipes() if self.options.recipes else ()
+            patches = (p for r in families if not r.generic for p in r.patches)
+            self.of_families[kind] = [p for p in patches if p.may_match(kind)]
+        yield from self.of_families[kind]
         if module in self.blocks:
             yield BLOCK
         yield from (p for r in recipes() if r.generic for p in r.patches)

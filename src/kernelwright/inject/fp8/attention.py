@@ -20,8 +20,9 @@ from ...ops.fp8_attention import fp8_attention, problem
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..runtime import model_run
+from ..runtime.informative import informative
 from ..runtime.input_key import in_words
-from ..runtime.sites import informative, mode
+from ..runtime.sites import mode
 from ..verify import accuracy
 from ..verify.findings import Finding, Findings
 

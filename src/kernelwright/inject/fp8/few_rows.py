@@ -12,7 +12,7 @@ from ...ops.few_rows.reference import eight_bit_linear_few_rows
 from ...ops.fp8 import reference
 from ...ops.glu import SILU_MUL
 from ..graphs.capture import capturing
-from ..runtime.sites import informative
+from ..runtime.informative import informative
 from ..verify import accuracy
 
 # both sum in float32 and round once, to eight bits of mantissa

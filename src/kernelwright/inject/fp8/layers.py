@@ -30,8 +30,9 @@ from ...ops.few_rows import is_few
 from ..graphs.capture import capturing, depend, keep
 from ..runtime import forwards
 from ..runtime.forwards import MARK, hooked
+from ..runtime.informative import informative
 from ..runtime.input_key import in_words
-from ..runtime.sites import Forward, informative, mode
+from ..runtime.sites import Forward, mode
 from ..state.tensor_samples import TensorSamples
 from ..verify import accuracy
 from ..verify.findings import Finding

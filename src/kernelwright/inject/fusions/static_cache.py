@@ -20,6 +20,7 @@ from ...library_internals import static_cache_layer
 from ...ops.rope_into_cache import ROPE_INTO_CACHE
 from ..identify.source import fingerprint
 from ..reuse.packed_weights import why_not_now
+from ..runtime.informative import Uninformative
 from ..runtime.sites import NO_MEMORY, declined, mode, set_mode, site
 from .attention import AttentionFusions
 from .base import CHANGES_DTYPE, Part
@@ -149,7 +150,7 @@ class StaticCacheFusions(AttentionFusions):
         noting = mode.notes is not None
         fields: dict[str, Any] = {"comparing": self.exact}
         if not noting:
-            fields |= {"notes": Counter(), "off": {}, "uninformative": set()}
+            fields |= {"notes": Counter(), "off": {}, "uninformative": Uninformative()}
         with set_mode(**fields):
             site(SITE, expected, found, *operands)
             why = mode.off.get(SITE)

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from ...backends.torch_internals import mark_constant
 from ...ops.row import default_eps as row_eps
 from ...ops.row.reference import eager_norm
+from ..state.class_code import Codes, code_of
 from ..state.hooks import PLAIN_FORWARDS
 from ..state.module_state import State
+from .structure import structure_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,6 +47,9 @@ def default_eps(dtype: torch.dtype, device: torch.device) -> float:
 
 
 _found: WeakKeyDictionary[nn.Module, tuple[State, Norm | str]] = WeakKeyDictionary()
+# by structure, as long as the code of the class stays the same
+_structures: dict[Any, tuple[Codes, Norm | str]] = {}
+MAX_STRUCTURES = 256
 
 Key = tuple[type, bool, bool]
 
@@ -59,7 +64,7 @@ def key(module: nn.Module) -> Key:
 
 
 def survey(modules: Iterable[nn.Module]) -> dict[Key, Norm | str]:
-    """The norms among `modules`, by kind; each module is probed."""
+    """The norms among `modules`, by kind."""
     kinds: dict[Key, Norm | str] = {}
     for module in modules:
         if looks_like_norm(module):
@@ -76,7 +81,19 @@ def describe(module: nn.Module) -> Norm | str:
     """The norm that a module is, or why there is no kernel for it."""
     known = _found.get(module)
     if known is None or not known[0].holds(module):
-        known = _found[module] = State(module), _identify(module)
+        known = _found[module] = State(module), _of_structure(module)
+    return known[1]
+
+
+def _of_structure(module: nn.Module) -> Norm | str:
+    """The same for all modules that do the same with their weights: one of them is probed."""
+    structure = structure_of(module)
+    known = _structures.get(structure)
+    if known is None or not known[0].hold():
+        if len(_structures) >= MAX_STRUCTURES:
+            _structures.clear()
+        codes = Codes([code_of(type(module))])
+        known = _structures[structure] = codes, _identify(module)
     return known[1]
 
 

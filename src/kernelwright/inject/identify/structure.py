@@ -9,8 +9,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...library_internals import HOOK_ATTRIBUTES
-from ..state.hooks import has_settings
-from ..state.module_state import COMMON, is_plain_value
+from ..state.hooks import COMMON, has_settings
+from ..state.module_state import is_plain_value
 
 # numbers that tell layers apart and that only a key-value cache reads
 POSITION = frozenset(("layer_idx",))

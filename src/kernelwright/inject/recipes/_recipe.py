@@ -48,7 +48,11 @@ class Patch:
     def matches(self, module: nn.Module) -> bool | str:
         if callable(self.target):
             return self.target(module)
-        return type(module) is class_of(self.target)
+        return self.may_match(type(module))
+
+    def may_match(self, kind: type) -> bool:
+        """Whether it matches modules of a class, or the modules have to be asked."""
+        return callable(self.target) or kind is class_of(self.target)
 
     def is_written_for(self, kind: type) -> bool:
         if self.sources and class_of(full_name(kind)) is not kind:

@@ -5,9 +5,6 @@ and the next one finds out which of its own inputs these are. From then on a blo
 next will be given. A border between two blocks is tried before it is relied on: each result has to
 have the bits of the block that runs alone, which first sight has compared with eager's. It is given
 up if the next block is given other tensors than was guessed.
-
-Only in `exact`: elsewhere a program does not round what it makes on its way, so another division of
-the same work would give the first forward other bits than the second.
 """
 
 from __future__ import annotations
@@ -27,7 +24,8 @@ from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..identify.structure import layout
 from ..runtime import model_run, work_ahead
-from ..runtime.sites import DIFFERS, NO_MEMORY, equal, informative, mode
+from ..runtime.informative import informative
+from ..runtime.sites import DIFFERS, NO_MEMORY, equal, mode
 from ..state.weights_at_rest import is_at_rest
 from .kept_prompts import KeptPrompt
 from .program_products import running

@@ -19,7 +19,8 @@ from ...backends.torch_internals import gemm_switches, mark_constant
 from ...ops import library
 from ...ops.linear import algorithms
 from ...ops.linear.plain import separate_linears
-from ..runtime.sites import equal, informative
+from ..runtime.informative import informative
+from ..runtime.sites import equal
 from . import packed_weights
 from .packed_weights import Packed
 

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from ...backends.torch_internals import pytree
+from .informative import Uninformative
 
 Forward = Callable[..., Any]
 EMPTY: dict[Any, Any] = {}
 DIFFERS = "differs from eager's"
 NO_MEMORY = "not enough memory for a second run beside it"
-# an operand with a smaller share of non-zeros cannot distinguish summation orders
-MIN_NONZERO = 1 / 16
 
 
 class BackendUnavailable(RuntimeError):
@@ -41,7 +40,7 @@ class _Mode(threading.local):
     excluded: Mapping[int, str] = EMPTY  # ids of modules that do not fit their recipe, and why
     adapted: frozenset[int] | set[int] = frozenset()  # layers with an adapter around them, by id
     notes: Counter[tuple[str, str]] | None = None  # outcomes of sites, during first sight only
-    uninformative: set[str] | None = None  # sites compared on values that prove nothing
+    uninformative: Uninformative | None = None  # sites compared on values that prove nothing
 
 
 mode = _Mode()
@@ -98,22 +97,6 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(torch.where(a.isnan(), b.isnan(), a == b).all())
 
 
-def informative(*values: Any) -> bool:
-    """Whether comparing these values proves anything: zeros sum to zero in any order, and NaN is
-    equal to NaN."""
-    return all(_informative(v) for v in values if isinstance(v, Tensor) and v.is_floating_point())
-
-
-def _informative(t: Tensor) -> bool:
-    if t.numel() == 0:
-        return True
-    # if the sum is finite, every element is; isfinite would allocate a tensor of their size
-    both = torch.stack([torch.count_nonzero(t).double(), t.detach().sum(dtype=torch.float64)])
-    nonzero, total = both.tolist()
-    finite = total == total and abs(total) != float("inf")
-    return finite and nonzero >= MIN_NONZERO * t.numel()
-
-
 def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any], *operands: Any) -> Any:
     """One fusion site of a forward: runs the kernel, unless first sight found that it cannot run
     here or differs from eager. A comparison proves nothing if one of `operands` is zeros or NaN."""
@@ -124,8 +107,8 @@ def site(name: str, eager: Callable[[], Any], kernel: Callable[[], Any], *operan
     if mode.notes is None:
         return kernel()
     # before the kernel, which may overwrite one of them
-    if mode.uninformative is not None and not informative(*operands):
-        mode.uninformative.add(name)
+    if mode.uninformative is not None:
+        mode.uninformative.look_at(name, operands)
     try:
         result = kernel()
     except ValueError as no:  # an op raises it before it launches anything

@@ -22,7 +22,10 @@ from ...library_internals import (
 from .class_code import FUNCTIONS
 from .side_effects import visible_effect
 
+COMMON = frozenset(vars(nn.Module()))  # attributes that every module has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# attributes of which a module calls none, or only in ways that are looked at apart
+NOT_CALLED = COMMON.union(HOOK_ATTRIBUTES)
 NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
 # libraries whose modules are stateless, unless an argument or a hook has state
 LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "accelerate", "kernelwright"))
@@ -95,9 +98,10 @@ def effect_of(module: nn.Module) -> str | None:
     if of_library and not is_of_libraries(type(module).forward):
         return f"another forward on the class {name}"
     for key, value in own.items():
-        called = key not in HOOK_ATTRIBUTES and has_settings(value) and callable(value)
+        if key in NOT_CALLED or not callable(value) or not has_settings(value):
+            continue
         runs = value if isinstance(value, partial) else type(value).__call__
-        if called and not is_of_libraries(runs):
+        if not is_of_libraries(runs):
             return f"a {type(value).__name__} on {name}"
     return None
 

@@ -26,9 +26,8 @@ from torch import nn
 
 from ...library_internals import HOOK_ATTRIBUTES
 from .class_code import Codes, code_of
-from .hooks import has_settings, hooks_of, inside_adapters
+from .hooks import COMMON, has_settings, hooks_of, inside_adapters
 
-COMMON = frozenset(vars(nn.Module()))  # attributes that every module has
 PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type, slice),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.sites import informative
+from ..runtime.informative import informative
 
 
 class Numbers:

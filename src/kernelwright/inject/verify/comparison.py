@@ -23,6 +23,7 @@ from torch import nn
 
 from ...backends.torch_internals import any_autocast, pytree
 from ..runtime import random_draws, work_ahead
+from ..runtime.informative import Uninformative, informative
 from ..runtime.input_key import has_state, versions
 from ..runtime.sites import (
     DIFFERS,
@@ -31,7 +32,6 @@ from ..runtime.sites import (
     Forward,
     eagerly,
     equal,
-    informative,
     set_mode,
 )
 from . import accuracy
@@ -53,7 +53,7 @@ class Comparison:
     args: Any
     kwargs: Any
     verdict: Verdict | None = None  # None if the values prove nothing, or the module has state
-    uninformative: set[str] = field(default_factory=set)
+    uninformative: Uninformative = field(default_factory=Uninformative)
     found: Evidence = field(default_factory=Evidence)
     notes: Counter[tuple[str, str]] = field(default_factory=Counter)
     off: dict[int, dict[str, str]] = field(default_factory=dict)
