@@ -337,3 +337,17 @@ def _start(folder, together):
 def _compile(_):
     _compile.together.wait(timeout=120)
     return cuda.compile_cubin(CODE, "sm_90")
+
+
+def test_kernels_are_compiled_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERNELWRIGHT_CACHE", str(tmp_path))
+    together = threading.Barrier(2, timeout=30)
+
+    def build(code, arch):
+        together.wait()  # nobody gets past it alone
+        return code.encode(), ""
+
+    monkeypatch.setattr(cuda, "build", build)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda code: cuda.compile_cubin(code, "sm_90"), ["a", "b"]))
+    assert found == [b"a", b"b"]

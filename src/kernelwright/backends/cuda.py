@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONS = ("std=c++17",)
 # names that also resolve outside the namespace kernelwright
 TYPES = {torch.float16: "half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
-_building = threading.Lock()
+_building: dict[str, threading.Lock] = {}  # of kernels that are being compiled
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -221,16 +221,18 @@ def fingerprint() -> str:
 
 
 def compile_cubin(code: str, arch: str) -> bytes:
-    """The cubin of a translation unit, from the disk cache or from NVRTC."""
+    """The cubin of a translation unit, from the disk cache or from NVRTC. Threads compile different
+    kernels side by side: a block has dozens, and each takes a tenth of a second."""
     cache = KernelCache.default()
     key = cache.key(fingerprint(), arch, code)
     cubin = cache.read(key)
     if cubin is None:
-        with _building:
+        with _building.setdefault(key, threading.Lock()):
             cubin = cache.read(key)
             if cubin is None:
                 cubin, _ = build(code, arch)
                 cache.write(key, cubin)
+        _building.pop(key, None)
     return cubin
 
 

@@ -44,9 +44,12 @@ class Uninformative:
         """Add this name if one of these values proves nothing."""
         for t in values:
             if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
-                # if the sum is finite, every element is; isfinite would allocate a tensor like it
-                total = t.detach().sum(dtype=torch.float64)
-                self._looked.append(_Looked(name, t.numel(), torch.count_nonzero(t), total))
+                # Two reductions that allocate nothing of its size, as count_nonzero, isfinite and a
+                # sum of 16-bit numbers in float64 do. If the sum is finite, so is each number.
+                wide = torch.promote_types(t.dtype, torch.float32)
+                nonzero = torch.linalg.vector_norm(t.detach(), 0, dtype=wide)
+                total = t.detach().sum(dtype=wide)
+                self._looked.append(_Looked(name, t.numel(), nonzero, total))
 
     def __bool__(self) -> bool:
         return bool(self._found())
