@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from kernelwright.inject.verify import accuracy
-from kernelwright.ops.fp8_attention import FP8_ATTENTION, QUANTIZE_QKV, STATISTICS, fp8_attention
+from kernelwright.ops.fp8_attention import (
+    FP8_ATTENTION,
+    MEAN,
+    QUANTIZE_QKV,
+    fp8_attention,
+    reference,
+)
 
 
 def heads(tokens, dim=64, batch=1, count=2, mean=0.0, seed=0):
@@ -17,18 +23,32 @@ def heads(tokens, dim=64, batch=1, count=2, mean=0.0, seed=0):
 
 
 # three bits of mantissa leave 2.6% in values and probabilities, 3.7% in their product; int8 leaves
-# 0.9% in query and key, fp8 2.6%
-@pytest.mark.parametrize(("integers", "most"), [(True, 0.043), (False, 0.056)])
+# 0.9% in query and key
+MOST = 0.043
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("tokens", [128, 300])
-def test_the_error_is_that_of_eight_bits(tokens, dim, integers, most):
+def test_the_error_is_that_of_eight_bits(tokens, dim):
     query, key, value = heads(tokens, dim, mean=2.0)
     expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
-    result = fp8_attention(query, key, value, integers=integers)
+    result = fp8_attention(query, key, value)
     assert result.shape == expected.shape
     assert result.dtype == query.dtype
     assert result.transpose(1, 2).is_contiguous()
-    assert 0.02 < accuracy.error(result, expected) <= most
+    assert 0.02 < accuracy.error(result, expected) <= MOST
+
+
+def test_values_of_very_different_size_keep_their_error():
+    """Scales belong to tiles of keys: neither a loud tile nor a loud channel costs the others."""
+    query, key, value = heads(512, mean=2.0)
+    value = value.clone()
+    value[:, :, 128:256] *= 50
+    value[..., :8] /= 100
+    expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    result = fp8_attention(query, key, value)
+    assert accuracy.error(result, expected) <= MOST
+    assert accuracy.error(result[..., :8], expected[..., :8]) <= MOST
 
 
 def test_the_mean_of_the_keys_costs_nothing():
@@ -40,31 +60,40 @@ def test_the_mean_of_the_keys_costs_nothing():
 
 
 @pytest.mark.usefixtures("rounding_interpreter")
-@pytest.mark.parametrize("integers", [True, False])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("queries", "keys"), [(40, 200), (130, 128)])
-def test_the_kernels_compute_what_the_reference_does(queries, keys, dim, integers):
+def test_the_kernels_compute_what_the_reference_does(queries, keys, dim):
     query = heads(queries, dim, batch=2)[0]
     _, key, value = heads(keys, dim, batch=2, mean=2.0)
-    found = STATISTICS(key, value, backend="triton")
-    expected = STATISTICS(key, value, backend="torch")
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    scale = dim**-0.5
-    operands = query, key, value, *expected, scale, integers
+    mean = MEAN(key, backend="torch")
+    torch.testing.assert_close(MEAN(key, backend="triton"), mean, rtol=1e-4, atol=1e-4)
+    operands = query, key, value, mean, dim**-0.5
     eight = QUANTIZE_QKV(*operands, backend="triton")
     by_ops = QUANTIZE_QKV(*operands, backend="torch")
     for a, b in zip(eight[:3], by_ops[:3], strict=True):
-        # a mean that differs in its last bit moves a few values to the other side of a tie
+        # a scale that differs in its last bit moves a few values to the other side of a tie
         assert (a.float() != b.float()).float().mean() < 0.05
     for a, b in zip(eight[3:], by_ops[3:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=0)
     got = FP8_ATTENTION(*by_ops, query, keys, backend="triton")
     wanted = FP8_ATTENTION(*by_ops, query, keys, backend="torch")
-    # probabilities are rounded relative to a power of two, so not to the maximum so far
-    assert accuracy.error(got, wanted) < 0.002
+    # Probabilities are rounded relative to a power of two, so not to the maximum so far. Scores that
+    # differ in their last bits round a few of them to the other side, a sixteenth away.
+    assert accuracy.error(got, wanted) < 0.005
     truth = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
-    assert accuracy.error(got, truth) <= (0.043 if integers else 0.056)
+    assert accuracy.error(got, truth) <= MOST
+
+
+def test_tiles_and_orders_are_undone():
+    t = torch.arange(2 * 128 * 64).reshape(2, 128, 64)
+    assert torch.equal(reference.of_tiles(reference.as_tiles(t), 128), t)
+    assert torch.equal(reference.in_order_of_keys(reference.in_kernel_order(t)), t)
+    tile = reference.as_tiles(t)[0]
+    # 16 bytes of a row, then those of the next row; after 8 rows the next 16 bytes
+    assert tile[:16].tolist() == t[0, 0, :16].tolist()
+    assert tile[16:32].tolist() == t[0, 1, :16].tolist()
+    assert tile[128:144].tolist() == t[0, 0, 16:32].tolist()
+    assert tile[8 * 64 : 8 * 64 + 16].tolist() == t[0, 8, :16].tolist()
 
 
 def test_padded_keys_take_no_part():

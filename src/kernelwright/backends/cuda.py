@@ -52,6 +52,9 @@ class CudaLaunch:
 
     `resident`: so many blocks on a multiprocessor are enough. Without it the compiler takes few
     registers, and delays loads that could be under way together.
+
+    `shared`: bytes of shared memory beside what the kernel declares. `of_architecture`: it uses
+    instructions that only the GPU's own architecture has, not later ones (sm_90a).
     """
 
     source: str
@@ -64,6 +67,8 @@ class CudaLaunch:
     scalars: tuple[int | float, ...]
     alignment: int = 16
     resident: int = 0
+    shared: int = 0
+    of_architecture: bool = False
 
     @property
     def entry(self) -> str:
@@ -83,8 +88,10 @@ class CudaLaunch:
 
     def load(self, values: Mapping[str, Any], device: int) -> Callable[[Sequence[int]], None]:
         major, minor = torch.cuda.get_device_capability(device)
-        function = _function(device, compile_cubin(self.code, f"sm_{major}{minor}"), self.entry)
-        config = struct.pack(CONFIG, self.grid, 1, 1, self.block, 1, 1, 0, 0, 0, 0)
+        arch = f"sm_{major}{minor}" + "a" * self.of_architecture
+        cubin = compile_cubin(self.code, arch)
+        function = _function(device, cubin, self.entry, self.shared)
+        config = struct.pack(CONFIG, self.grid, 1, 1, self.block, 1, 1, self.shared, 0, 0, 0)
         arguments = struct.pack(
             f"@{len(self.pointers)}P{self.layout}0q", *[0] * len(self.pointers), *self.scalars
         )
@@ -115,6 +122,7 @@ class CudaLaunch:
 
 
 INVALID_CONTEXT = 201
+DYNAMIC_SHARED = 8  # the attribute of a function: bytes of shared memory that a launch may ask for
 # CUlaunchConfig: grid, block, shared memory, stream, no attributes
 CONFIG = "@7IPPI0P"
 STREAM = struct.calcsize("@7I0P")
@@ -141,6 +149,7 @@ def driver() -> Any:
     p = ctypes.c_void_p
     library.cuModuleLoadData.argtypes = [p, ctypes.c_char_p]
     library.cuModuleGetFunction.argtypes = [p, p, ctypes.c_char_p]
+    library.cuFuncSetAttribute.argtypes = [p, ctypes.c_int, ctypes.c_int]
     library.cuGetErrorString.argtypes = [ctypes.c_int, p]
     return library
 
@@ -153,13 +162,17 @@ def check(status: int, what: str) -> None:
 
 
 @functools.cache
-def _function(device: int, cubin: bytes, name: str) -> int:
-    """The loaded kernel. Modules are never unloaded: CUDA graphs may hold them."""
+def _function(device: int, cubin: bytes, name: str, shared: int) -> int:
+    """The loaded kernel, which may use so much shared memory. Modules are never unloaded: CUDA
+    graphs may hold them."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     torch.cuda.set_device(torch.cuda.current_device())
     check(driver().cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
     found = driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
     check(found, f"lookup of {name}")
+    if shared:
+        allowed = driver().cuFuncSetAttribute(function, DYNAMIC_SHARED, shared)
+        check(allowed, f"{shared} bytes of shared memory for {name}")
     assert function.value is not None
     return function.value
 
