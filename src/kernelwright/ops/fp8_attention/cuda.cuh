@@ -17,7 +17,8 @@ struct EightArgs {
   const float *q_scale, *k_scale, *v_scale;
   void* out;
   i64 out_b, out_h, out_s;
-  int queries, keys, heads, blocks;  // blocks of queries
+  int queries, keys, heads;
+  int blocks, items;  // blocks of queries: of one head, of all
 };
 
 constexpr int TILE = 128;  // keys
@@ -40,44 +41,44 @@ struct Running {
   float most[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f}, decay[2];
 };
 
-// From scores to probabilities, in place. `left`: how many of the tile's keys there are.
-template <bool EDGE>
-__device__ __forceinline__ void probabilities(int (&scores)[64], Running& run, const float (&of_row)[2], float k_scale,
-                                              float v_scale, int left) {
-  const float log_v = __log2f(v_scale), per_v = __frcp_rn(v_scale);
+// From scores to probabilities, in place. `left`: how many of the keys there are; log_v is that of
+// the scale of their values. Maxima and sums of a row are made in parts: one after the other, each
+// would wait for the one before.
+template <bool EDGE, int N>
+__device__ __forceinline__ void probabilities(int (&scores)[N], Running& run, const float (&factor)[2], float log_v,
+                                              float per_v, int left) {
+  constexpr int APART = 4;
   const int first = threadIdx.x % 4 * 4;
+  int most[2][APART];
+  float sum[2][APART], minus[2];
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int r = i / 2 % 2, part = (i / 4 * 2 + i % 2) % APART;
+    if (EDGE && i / 8 * 16 + first + i / 4 % 2 * 2 + i % 2 >= left) scores[i] = __float_as_int(minus_infinity());
+    // as integers: floats above zero have the order of their bits, and minus infinity is below them
+    most[r][part] = i < 2 * APART ? scores[i] : max(most[r][part], scores[i]);
+  }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float most = minus_infinity();
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int i = 4 * j + 2 * r + e;
-        if (EDGE && j / 2 * 16 + first + j % 2 * 2 + e >= left) scores[i] = __float_as_int(minus_infinity());
-        most = fmaxf(most, __int_as_float(scores[i]));
-      }
-    }
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    const float factor = of_row[r] * k_scale;
-    // whole numbers, so that what is rounded does not depend on the tiles before
-    const float now = fmaxf(run.most[r], ceilf((most - AS_FLOAT) * factor + log_v));
-    const float minus = AS_FLOAT * factor + now - SHIFT - log_v;
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int i = 4 * j + 2 * r + e;
-        const float p = exp2_near(__int_as_float(scores[i]) * factor - minus);
-        sum += p;
-        scores[i] = __float_as_int(p);
-      }
-    }
+    int all = max(max(most[r][0], most[r][1]), max(most[r][2], most[r][3]));
+    all = max(all, __shfl_xor_sync(~0u, all, 1));
+    all = max(all, __shfl_xor_sync(~0u, all, 2));
+    // whole numbers, so that what is rounded does not depend on the keys before
+    const float now = fmaxf(run.most[r], ceilf((__int_as_float(all) - AS_FLOAT) * factor[r] + log_v));
+    minus[r] = AS_FLOAT * factor[r] + (now - SHIFT - log_v);
     run.decay[r] = exp2_near(run.most[r] - now);
-    run.sum[r] = run.sum[r] * run.decay[r] + sum * per_v;
     run.most[r] = now;
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int r = i / 2 % 2, part = (i / 4 * 2 + i % 2) % APART;
+    const float p = exp2_near(__int_as_float(scores[i]) * factor[r] - minus[r]);
+    sum[r][part] = i < 2 * APART ? p : sum[r][part] + p;
+    scores[i] = __float_as_int(p);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    run.sum[r] = run.sum[r] * run.decay[r] + ((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3])) * per_v;
   }
 }
 
@@ -89,9 +90,9 @@ template <int N> __device__ __forceinline__ void decay(float (&out)[N], const Ru
   }
 }
 
-__device__ __forceinline__ void round_to_eight(unsigned (&p8)[4][4], const int (&p)[64]) {
+template <int N> __device__ __forceinline__ void round_to_eight(unsigned (&p8)[N / 16][4], const int (&p)[N]) {
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
+  for (int k = 0; k < N / 16; k++) {
 #pragma unroll
     for (int part = 0; part < 4; part++) {
       const int i = 16 * k + 8 * (part / 2) + 2 * (part % 2);
@@ -101,24 +102,32 @@ __device__ __forceinline__ void round_to_eight(unsigned (&p8)[4][4], const int (
   }
 }
 
-template <int D, int STAGES> __device__ void copy_tiles(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles) {
+// The items of a block: every gridDim.x-th. So the tiles of the next one are on their way while the
+// results of this one are written.
+template <int D, int STAGES> __device__ void copy_tiles(const EightArgs& a, EightShared<D, STAGES>& shared, int tiles) {
   constexpr int BYTES = TILE * D;
-  const unsigned char* keys = (const unsigned char*)a.k8 + head * tiles * BYTES;
-  const unsigned char* values = (const unsigned char*)a.v8 + head * tiles * BYTES;
-  for (int j = 0; j < tiles; j++) {
-    const int stage = j % STAGES, phase = j / STAGES % 2;
-    shared.keys_read[stage].wait(phase ^ 1);
-    shared.keys_there[stage].arrive_expecting(BYTES);
-    bulk_copy(shared.keys[stage], keys + (i64)j * BYTES, BYTES, shared.keys_there[stage]);
-    shared.values_read[stage].wait(phase ^ 1);
-    shared.values_there[stage].arrive_expecting(BYTES);
-    bulk_copy(shared.values[stage], values + (i64)j * BYTES, BYTES, shared.values_there[stage]);
+  int count = 0;
+  for (int item = blockIdx.x; item < a.items; item += gridDim.x) {
+    const i64 start = (i64)(item / a.blocks) * tiles * BYTES;
+    const unsigned char* keys = (const unsigned char*)a.k8 + start;
+    const unsigned char* values = (const unsigned char*)a.v8 + start;
+    for (int j = 0; j < tiles; j++, count++) {
+      const int stage = count % STAGES, phase = count / STAGES % 2;
+      shared.keys_read[stage].wait(phase ^ 1);
+      shared.keys_there[stage].arrive_expecting(BYTES);
+      bulk_copy(shared.keys[stage], keys + (i64)j * BYTES, BYTES, shared.keys_there[stage]);
+      shared.values_read[stage].wait(phase ^ 1);
+      shared.values_there[stage].arrive_expecting(BYTES);
+      bulk_copy(shared.values[stage], values + (i64)j * BYTES, BYTES, shared.values_there[stage]);
+    }
   }
 }
 
-template <class T, int D, int STAGES>
-__device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles, int row0) {
-  constexpr int STEPS = D / 32;
+// The 64 queries from row0 on, after `before` tiles of other items. KEYS at once: fewer leave registers
+// for more warpgroups.
+template <class T, int D, int STAGES, int KEYS>
+__device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles, int before, int row0) {
+  constexpr int STEPS = D / 32, PARTS = TILE / KEYS;
   const int lane = threadIdx.x % 32, first = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int padded = (a.queries + TILE - 1) / TILE * TILE;
   unsigned q[STEPS][4];
@@ -136,70 +145,91 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
   }
   const float* k_scale = a.k_scale + head * tiles;
   const float* v_scale = a.v_scale + head * tiles;
-  const int in_last = a.keys - (tiles - 1) * TILE;
 
   float out[D / 2];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) out[i] = 0.f;
-  int scores[64];
-  unsigned p8[4][4];
+  int scores[KEYS / 2];
+  unsigned p8[KEYS / 32][4];
   Running run;
+  float factor[2], log_v, per_v, k_next = k_scale[0], v_next = v_scale[0];
 
-  const auto start_scores = [&](int j) {
-    shared.keys_there[j % STAGES].wait(j / STAGES % 2);
+  const auto stage = [&](int j) { return (before + j) % STAGES; };
+  const auto phase = [&](int j) { return (before + j) / STAGES % 2; };
+  const auto begin_tile = [&](int j) {
+    factor[0] = of_row[0] * k_next, factor[1] = of_row[1] * k_next;
+    log_v = __log2f(v_next), per_v = exp2_near(-log_v);
+    if (j + 1 < tiles) k_next = k_scale[j + 1], v_next = v_scale[j + 1];
+    shared.keys_there[stage(j)].wait(phase(j));
+  };
+  const auto start_scores = [&](int j, int part) {
 #pragma unroll
-    for (int i = 0; i < 64; i++) scores[i] = AS_BITS;
-    const Operand keys(shared.keys[j % STAGES], 8 * D);
+    for (int i = 0; i < KEYS / 2; i++) scores[i] = AS_BITS;
+    const Operand keys(shared.keys[stage(j)] + part * KEYS * D, 8 * D);
     before_products();
 #pragma unroll
     for (int k = 0; k < STEPS; k++) start_product(scores, q[k], keys.step(k));
     end_group();
   };
-  const auto start_values = [&](int j) {
-    shared.values_there[j % STAGES].wait(j / STAGES % 2);
-    const Operand values(shared.values[j % STAGES], 8 * TILE);
+  const auto start_values = [&](int j, int part) {
+    const Operand values(shared.values[stage(j)], 8 * TILE);
     before_products();
 #pragma unroll
-    for (int k = 0; k < 4; k++) start_product(out, p8[k], values.step(k));
+    for (int k = 0; k < KEYS / 32; k++) start_product(out, p8[k], values.step(part * (KEYS / 32) + k));
     end_group();
   };
   const auto done_with = [&](Barrier& barrier) {
     if (threadIdx.x % 128 == 0) barrier.arrive();
   };
-  const auto find_probabilities = [&](int j, float k_now, float v_now) {
-    if (j + 1 == tiles && in_last < TILE) {
-      probabilities<true>(scores, run, of_row, k_now, v_now, in_last);
+  const auto find_probabilities = [&](int j, int part) {
+    const int left = a.keys - j * TILE - part * KEYS;
+    if (left < KEYS) {
+      probabilities<true>(scores, run, factor, log_v, per_v, left);
     } else {
-      probabilities<false>(scores, run, of_row, k_now, v_now, TILE);
+      probabilities<false>(scores, run, factor, log_v, per_v, KEYS);
     }
   };
-
-  start_scores(0);
-  float k_next = k_scale[0], v_next = v_scale[0];
-  wait_for_products<0>();
-  results_are_there(scores);
-  done_with(shared.keys_read[0]);
-  find_probabilities(0, k_next, v_next);
-  round_to_eight(p8, scores);
-  if (tiles > 1) k_next = k_scale[1], v_next = v_scale[1];
-  for (int j = 1; j < tiles; j++) {
-    const float k_now = k_next, v_now = v_next;
-    if (j + 1 < tiles) k_next = k_scale[j + 1], v_next = v_scale[j + 1];
-    start_scores(j);
-    start_values(j - 1);
+  // The scores of some keys, while the product of those before with their values is under way.
+  const auto step = [&](int j, int part) {
+    start_scores(j, part);
+    if (part == 0) {
+      start_values(j - 1, PARTS - 1);
+    } else {
+      if (part == 1) shared.values_there[stage(j)].wait(phase(j));
+      start_values(j, part - 1);
+    }
     wait_for_products<1>();
     results_are_there(scores);
-    done_with(shared.keys_read[j % STAGES]);
-    find_probabilities(j, k_now, v_now);
+    if (part + 1 == PARTS) done_with(shared.keys_read[stage(j)]);
+    find_probabilities(j, part);
     wait_for_products<0>();
     results_are_there(out);
-    done_with(shared.values_read[(j - 1) % STAGES]);
+    if (part == 0) done_with(shared.values_read[stage(j - 1)]);
     decay(out, run);
     round_to_eight(p8, scores);
+  };
+
+  begin_tile(0);
+  start_scores(0, 0);
+  wait_for_products<0>();
+  results_are_there(scores);
+  if (PARTS == 1) done_with(shared.keys_read[stage(0)]);
+  find_probabilities(0, 0);
+  round_to_eight(p8, scores);
+  for (int j = 0; j < tiles; j++) {
+    if (j > 0) {
+      begin_tile(j);
+      if (PARTS == 1) shared.values_there[stage(j - 1)].wait(phase(j - 1));
+      step(j, 0);
+    }
+#pragma unroll
+    for (int part = 1; part < PARTS; part++) step(j, part);
   }
-  start_values(tiles - 1);
+  if (PARTS == 1) shared.values_there[stage(tiles - 1)].wait(phase(tiles - 1));
+  start_values(tiles - 1, PARTS - 1);
   wait_for_products<0>();
   results_are_there(out);
+  done_with(shared.values_read[stage(tiles - 1)]);
 
   T* p = (T*)a.out + head / a.heads * a.out_b + head % a.heads * a.out_h;
 #pragma unroll
@@ -218,7 +248,7 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
 }
 
 // GROUPS warpgroups attend; REGISTERS are those of their threads.
-template <class T, int D, int GROUPS, int STAGES, int REGISTERS>
+template <class T, int D, int GROUPS, int STAGES, int REGISTERS, int KEYS>
 __device__ __forceinline__ void eight_bit_attention(const EightArgs& a) {
   extern __shared__ unsigned char memory[];
   using Shared = EightShared<D, STAGES>;
@@ -234,13 +264,16 @@ __device__ __forceinline__ void eight_bit_attention(const EightArgs& a) {
   }
   __syncthreads();
   const int tiles = (a.keys + TILE - 1) / TILE, group = threadIdx.x / 128;
-  const i64 head = blockIdx.x / a.blocks;
   if (group == 0) {
     give_registers_back<24>();
-    if (threadIdx.x == 0) copy_tiles(a, shared, head, tiles);
+    if (threadIdx.x == 0) copy_tiles(a, shared, tiles);
   } else {
     take_registers<REGISTERS>();
-    attend<T>(a, shared, head, tiles, (blockIdx.x % a.blocks * GROUPS + group - 1) * 64);
+    int before = 0;
+    for (int item = blockIdx.x; item < a.items; item += gridDim.x, before += tiles) {
+      const int row0 = (item % a.blocks * GROUPS + group - 1) * 64;
+      attend<T, D, STAGES, KEYS>(a, shared, item / a.blocks, tiles, before, row0);
+    }
   }
 }
 

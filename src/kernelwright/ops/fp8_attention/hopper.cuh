@@ -120,6 +120,13 @@ inline __device__ void start_product(int (&c)[64], const unsigned (&a)[4], unsig
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+inline __device__ void start_product(int (&c)[32], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" KW_NAMES_32
+               "}, {%32, %33, %34, %35}, %36, 1;\n"
+               : KW_32("+r", c, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 inline __device__ void start_product(float (&c)[64], const unsigned (&a)[4], unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" KW_NAMES_64
                "}, {%64, %65, %66, %67}, %68, 1, 1, 1;\n"
