@@ -10,6 +10,7 @@ from fuser import blocks, cuda_on_cpu
 from fuser.blocks import Small, drawn
 from kernelwright.fuser import cuda_source, interpreter, launching, planning, recording
 from kernelwright.fuser.eight_bit_rows import READ_IN_EIGHT_BITS, eight_bit_rows
+from kernelwright.fuser.expression import ROUNDED
 from kernelwright.fuser.program import Program
 from kernelwright.ops import fp8
 
@@ -81,9 +82,13 @@ def test_a_kernel_computes_what_the_interpreter_does(case, tmp_path):
         assert (got[name] != t).float().mean() < 0.02
 
 
-def stored(function, inputs, folder):
-    """What the one program of a function stores, without rounding between its steps."""
+def stored(function, inputs, folder, stores=()):
+    """What the one program of a function stores, without rounding between its steps. Another plan
+    of the same function `stores` the results of these nodes."""
     recorded = recording.record(Small(function), tuple(inputs), {})
+    for node in recorded.graph.nodes:
+        if node.name in stores:
+            node.meta[ROUNDED] = True
     kernels = launching.Kernels(exact=False)
     plan = planning.plan(recorded, kernels.why_not)
     names = [n.name for n in plan.graph.nodes if n.op == "placeholder"]
@@ -117,6 +122,22 @@ def test_one_program_has_the_bits_of_two(tmp_path):
         tmp_path,
     )
     assert torch.equal(normed, second)
+
+
+def test_what_another_plan_stores_is_rounded(tmp_path):
+    """A block stores a modulation that several of its programs read; the block before it, which does
+    its first steps, makes it on its way."""
+    x, table, embedding = CASES["rows"][1:]
+    (apart,) = stored(lambda t, e: t + e, (table, embedding), tmp_path)
+    (two,) = stored(lambda x, s: F.layer_norm(x, (1536,)) * (1 + s), (x, apart), tmp_path)
+
+    def both(x, t, e):
+        return F.layer_norm(x, (1536,)) * (1 + (t + e))
+
+    (one,) = stored(both, (x, table, embedding), tmp_path, stores=("add",))
+    assert torch.equal(one, two)
+    (unrounded,) = stored(both, (x, table, embedding), tmp_path)
+    assert not torch.equal(unrounded, two)
 
 
 def gated(x):

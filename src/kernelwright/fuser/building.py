@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .expression import Choice, Expression, Load, Row, Step
+from .expression import ROUNDED, Choice, Expression, Load, Row, Step, rounded
 from .index import Affine, CannotIndex, Cut, Space, Split
 from .recorded_ops import RMS_NORM
 from .views import PARTS, VIEWS, Index, packet, shape_of, start_of
@@ -62,6 +62,8 @@ class Builder:
             except CannotIndex as no:
                 no.node = no.node or node
                 raise
+            if node.meta.get(ROUNDED) and not isinstance(made, Load):
+                made = Step(rounded, (made,), (), made.dtype)
             if inline:
                 return made
             self._known[key] = made

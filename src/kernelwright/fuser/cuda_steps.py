@@ -12,6 +12,7 @@ from ..backends import Unsupported
 from ..backends.cuda import TYPES
 from ..ops import ways
 from .expression import Step
+from .expression import rounded as rounded_step
 from .lowering import PRODUCT, Lowered
 
 aten: Any = torch.ops.aten
@@ -118,6 +119,7 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.clone: lambda a, **_: a,
     aten.addcmul: lambda a, b, c, **_: f"__fmaf_rn({b}, {c}, {a})",
     aten.full: lambda a: a,
+    rounded_step: lambda a: a,  # its result is rounded
     aten.maximum: _binary("fmaxf"),
     aten.minimum: _binary("fminf"),
 }
@@ -193,6 +195,11 @@ def is_exact(e: Any) -> bool:
     if not isinstance(e, Step) or getattr(e.op, "overloadpacket", e.op) not in EXACT:
         return False
     return _is_of_its_dtype(e, {torch.bool, e.dtype})
+
+
+def is_rounding(e: Any) -> bool:
+    """Whether a step rounds where others do not."""
+    return isinstance(e, Step) and e.op is rounded_step
 
 
 def pairs_of(e: Step) -> Callable[..., str] | None:

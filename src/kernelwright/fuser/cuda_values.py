@@ -21,6 +21,7 @@ from .cuda_steps import (
     computed_type,
     form_of_table,
     is_exact,
+    is_rounding,
     normed,
     number,
     pairs_of,
@@ -158,7 +159,7 @@ class Values:
         if isinstance(e, Choice):
             return self._chosen(e, [self.floats(p) for p in e.pieces], "float")
         raw = self.raw(e)
-        if is_exact(e) or not (self.exact or e in self.rounds):
+        if is_exact(e) or not (self.exact or e in self.rounds or is_rounding(e)):
             return raw
         into = self.inner if self.depends(e) else self.scalars
         kind = computed_type(e.dtype)

@@ -115,6 +115,15 @@ def rewritten(change: Callable[[Load], Expression]) -> Callable[[Any], Any]:
     return new
 
 
+ROUNDED = "rounded"  # in the `meta` of a node: see `rounded`
+
+
+def rounded(x: Any) -> Any:
+    """A step without which a program that rounds nothing on its way would have other bits than one
+    that loads this value, as another plan of the same block does. PyTorch's results are rounded."""
+    return x
+
+
 def walk(*roots: Expression) -> Iterator[Expression]:
     """Each expression once, operands before what is made of them."""
     seen: set[int] = set()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...backends.torch_internals import attention_choice, layout_check
 from ...fuser import planning, recording
 from ...fuser.eight_bit_rows import mark_rows
+from ...fuser.expression import ROUNDED
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
 from ...fuser.program import Program
@@ -217,6 +218,11 @@ class Programs:
         kernels = Kernels(self.exact)
         plan = planning.plan(made, None if device is None else kernels.why_not)
         programs = [step for step in plan.steps if isinstance(step, Program)]
+        if not self.exact:  # plans of this block and a neighbour may store less
+            stored = {s.target for program in programs for s in program.stores}
+            for node in made.graph.nodes:
+                if node.name in stored:
+                    node.meta[ROUNDED] = True
         launched = {} if device is None else kernels.launched(programs, plan.values, device)
         runner = ProgramSites(kind, programs, launched, self.fell_back)
         on_cpu = device is None and self.fp8_layers is None

@@ -17,8 +17,7 @@ struct EightArgs {
   const float *q_scale, *k_scale, *v_scale;
   void* out;
   i64 out_b, out_h, out_s;
-  int queries, keys, heads;
-  int blocks, items;  // blocks of queries: of one head, of all
+  int queries, keys, heads, blocks;  // blocks of queries of a head
 };
 
 constexpr int TILE = 128;  // keys
@@ -102,31 +101,25 @@ template <int N> __device__ __forceinline__ void round_to_eight(unsigned (&p8)[N
   }
 }
 
-// The items of a block: every gridDim.x-th. So the tiles of the next one are on their way while the
-// results of this one are written.
-template <int D, int STAGES> __device__ void copy_tiles(const EightArgs& a, EightShared<D, STAGES>& shared, int tiles) {
+template <int D, int STAGES>
+__device__ void copy_tiles(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles) {
   constexpr int BYTES = TILE * D;
-  int count = 0;
-  for (int item = blockIdx.x; item < a.items; item += gridDim.x) {
-    const i64 start = (i64)(item / a.blocks) * tiles * BYTES;
-    const unsigned char* keys = (const unsigned char*)a.k8 + start;
-    const unsigned char* values = (const unsigned char*)a.v8 + start;
-    for (int j = 0; j < tiles; j++, count++) {
-      const int stage = count % STAGES, phase = count / STAGES % 2;
-      shared.keys_read[stage].wait(phase ^ 1);
-      shared.keys_there[stage].arrive_expecting(BYTES);
-      bulk_copy(shared.keys[stage], keys + (i64)j * BYTES, BYTES, shared.keys_there[stage]);
-      shared.values_read[stage].wait(phase ^ 1);
-      shared.values_there[stage].arrive_expecting(BYTES);
-      bulk_copy(shared.values[stage], values + (i64)j * BYTES, BYTES, shared.values_there[stage]);
-    }
+  const unsigned char* keys = (const unsigned char*)a.k8 + head * tiles * BYTES;
+  const unsigned char* values = (const unsigned char*)a.v8 + head * tiles * BYTES;
+  for (int j = 0; j < tiles; j++) {
+    const int stage = j % STAGES, phase = j / STAGES % 2;
+    shared.keys_read[stage].wait(phase ^ 1);
+    shared.keys_there[stage].arrive_expecting(BYTES);
+    bulk_copy(shared.keys[stage], keys + (i64)j * BYTES, BYTES, shared.keys_there[stage]);
+    shared.values_read[stage].wait(phase ^ 1);
+    shared.values_there[stage].arrive_expecting(BYTES);
+    bulk_copy(shared.values[stage], values + (i64)j * BYTES, BYTES, shared.values_there[stage]);
   }
 }
 
-// The 64 queries from row0 on, after `before` tiles of other items. KEYS at once: fewer leave registers
-// for more warpgroups.
+// The 64 queries from row0 on. KEYS at once: fewer leave registers for more warpgroups.
 template <class T, int D, int STAGES, int KEYS>
-__device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles, int before, int row0) {
+__device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles, int row0) {
   constexpr int STEPS = D / 32, PARTS = TILE / KEYS;
   const int lane = threadIdx.x % 32, first = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int padded = (a.queries + TILE - 1) / TILE * TILE;
@@ -154,8 +147,8 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
   Running run;
   float factor[2], log_v, per_v, k_next = k_scale[0], v_next = v_scale[0];
 
-  const auto stage = [&](int j) { return (before + j) % STAGES; };
-  const auto phase = [&](int j) { return (before + j) / STAGES % 2; };
+  const auto stage = [](int j) { return j % STAGES; };
+  const auto phase = [](int j) { return j / STAGES % 2; };
   const auto begin_tile = [&](int j) {
     factor[0] = of_row[0] * k_next, factor[1] = of_row[1] * k_next;
     log_v = __log2f(v_next), per_v = exp2_near(-log_v);
@@ -229,7 +222,6 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
   start_values(tiles - 1, PARTS - 1);
   wait_for_products<0>();
   results_are_there(out);
-  done_with(shared.values_read[stage(tiles - 1)]);
 
   T* p = (T*)a.out + head / a.heads * a.out_b + head % a.heads * a.out_h;
 #pragma unroll
@@ -264,16 +256,13 @@ __device__ __forceinline__ void eight_bit_attention(const EightArgs& a) {
   }
   __syncthreads();
   const int tiles = (a.keys + TILE - 1) / TILE, group = threadIdx.x / 128;
+  const i64 head = blockIdx.x / a.blocks;
   if (group == 0) {
     give_registers_back<24>();
-    if (threadIdx.x == 0) copy_tiles(a, shared, tiles);
+    if (threadIdx.x == 0) copy_tiles(a, shared, head, tiles);
   } else {
     take_registers<REGISTERS>();
-    int before = 0;
-    for (int item = blockIdx.x; item < a.items; item += gridDim.x, before += tiles) {
-      const int row0 = (item % a.blocks * GROUPS + group - 1) * 64;
-      attend<T, D, STAGES, KEYS>(a, shared, item / a.blocks, tiles, before, row0);
-    }
+    attend<T, D, STAGES, KEYS>(a, shared, head, tiles, (blockIdx.x % a.blocks * GROUPS + group - 1) * 64);
   }
 }
 
