@@ -19,7 +19,7 @@ from kernelwright.ops.attention import custom_kernels, launch
 from kernelwright.ops.channel_norm import CHANNEL_NORM
 from kernelwright.ops.fp8 import QUANTIZE
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
-from kernelwright.ops.fp8_attention import FP8_ATTENTION, MEAN, QUANTIZE_QKV
+from kernelwright.ops.fp8_attention import MEAN, QUANTIZE_QKV
 from kernelwright.ops.op import Op
 from kernelwright.ops.plan import Call
 
@@ -49,7 +49,7 @@ def wanted(arch: str) -> list[Kernel]:
     found += [attention(arch, dtype, keys=512) for dtype in dtypes]
     if arch == "sm_90":
         found.append(attention(arch, half, keys=128))
-        found += eight_bits(arch) + by_channel(arch) + attention_in_eight_bits(arch)
+        found += eight_bits(arch) + by_channel(arch) + before_attention_in_eight_bits(arch)
     return largest_for_a_thread(found)
 
 
@@ -84,15 +84,12 @@ def eight_bits(arch: str) -> list[Kernel]:
     return [planned(arch, op, arguments) for op, arguments in calls]
 
 
-def attention_in_eight_bits(arch: str) -> list[Kernel]:
+def before_attention_in_eight_bits(arch: str) -> list[Kernel]:
     """At the head dimensions of models."""
     found = []
     for dim in (64, 128):
         x = torch.empty(1, 2, 1000, dim, dtype=torch.bfloat16, device="meta")
-        operands = (x, x, x, *MEAN.allocate(x), 0.125)
-        eight = QUANTIZE_QKV.allocate(*operands)
-        calls = [(MEAN, (x,)), (QUANTIZE_QKV, operands)]
-        calls.append((FP8_ATTENTION, (*eight, x, 1000)))
+        calls = [(MEAN, (x,)), (QUANTIZE_QKV, (x, x, x, *MEAN.allocate(x), 0.125))]
         found += [planned(arch, op, arguments) for op, arguments in calls]
     return found
 

@@ -125,8 +125,8 @@ def test_one_program_has_the_bits_of_two(tmp_path):
 
 
 def test_what_another_plan_stores_is_rounded(tmp_path):
-    """A block stores a modulation that several of its programs read; the block before it, which does
-    its first steps, makes it on its way."""
+    """A block stores a modulation that several of its programs read; the block before it, which
+    does its first steps, makes it on its way."""
     x, table, embedding = CASES["rows"][1:]
     (apart,) = stored(lambda t, e: t + e, (table, embedding), tmp_path)
     (two,) = stored(lambda x, s: F.layer_norm(x, (1536,)) * (1 + s), (x, apart), tmp_path)

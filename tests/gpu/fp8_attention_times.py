@@ -1,13 +1,12 @@
-"""Times attention in eight bits beside cuDNN's, and says which tiles and sizes to serve.
+"""Times attention in eight bits beside cuDNN's, and says from how many tokens on it is faster.
 
-    python tests/gpu/fp8_attention_times.py [--seconds 65]
+    python tests/gpu/fp8_attention_times.py [--seconds 0.15] [--only NAME]
 
-For each shape: cuDNN in bfloat16; cuDNN in fp8, if nvidia-cudnn-frontend is installed, alone and
-with quantising; the two steps of quantising; ours with query and key as int8 and as fp8, in the
-tiles of TILES, alone and with quantising; and all errors against float32, on Gaussian inputs with a
-shared mean of the keys. Calls are timed in CUDA graphs: starting the short ones takes Python longer
-than they run. The last lines are what to write into TILES (ops/fp8_attention/triton.py) and SERVED
-(inject/fp8/attention.py).
+For each shape: cuDNN in bfloat16; cuDNN in fp8, if nvidia-cudnn-frontend is installed, alone; the
+steps before ours; ours in each shape of its blocks, alone and with these steps; and all errors
+against float32, on Gaussian inputs with a shared mean of the keys. Calls are timed in CUDA graphs:
+starting the short ones takes Python longer than they run. The figures belong into SHAPES
+(ops/fp8_attention/cuda.py) and SERVED (inject/fp8/attention.py).
 """
 
 from __future__ import annotations
@@ -22,32 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernelwright.ops.fp8_attention import (
-    FP8_ATTENTION,
-    QUANTIZE_QKV,
-    STATISTICS,
-    cudnn,
-    triton,
-)
+from kernelwright.ops.fp8_attention import FP8_ATTENTION, MEAN, QUANTIZE_QKV, cudnn
+from kernelwright.ops.fp8_attention import cuda as launches
 
-SHAPES = {  # batch, heads, tokens, head_dim
-    "FLUX 4608": (1, 24, 4608, 128),
-    "Wan 32760": (1, 12, 32760, 128),
-    "SD3.5 4429": (2, 24, 4429, 64),
-    "LTX 49f 2688": (2, 32, 2688, 64),
-    "LTX 161f 8064": (2, 32, 8064, 64),
+SIZES = {  # batch, heads, tokens, head_dim
+    "FLUX": (1, 24, 4608, 128),
+    "Wan 2.2 14B": (1, 40, 20280, 128),
+    "Wan 1.3B": (1, 12, 32760, 128),
+    "LTX 49f": (2, 32, 2688, 64),
+    "SD3.5": (2, 24, 4429, 64),
+    "LTX 161f": (2, 32, 8064, 64),
+    "CogVideoX": (2, 48, 17776, 64),
 }
-TILES = [
-    triton.Tile(*sizes)
-    for sizes in (
-        (64, 128, 4, 3),
-        (64, 128, 4, 4),
-        (128, 128, 8, 3),
-        (64, 256, 4, 2),
-        (64, 64, 4, 4),
-    )
-]
-MOST_ERROR, GAIN = 0.05, 1.35
 CALLS = 5
 
 
@@ -59,152 +44,85 @@ def heads(batch: int, count: int, tokens: int, dim: int) -> list[Tensor]:
     return [t.transpose(1, 2) for t in x.bfloat16().unbind(2)]
 
 
-def microseconds(call: Callable[[], Any], seconds: float, graphed: bool = True) -> float:
-    """The median time of a call, after one to warm up; graphed, of CALLS in a CUDA graph."""
+def microseconds(call: Callable[[], Any], seconds: float) -> float:
+    """The median time of a call, of CALLS in a CUDA graph."""
     call()
     torch.cuda.synchronize()
-    replay, calls = call, 1
-    if graphed:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(CALLS):
-                call()
-        replay, calls = graph.replay, CALLS
-        replay()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        replay()
+        graph.replay()
         last.record()
         last.synchronize()
-        times.append(1000 * first.elapsed_time(last) / calls)
+        times.append(1000 * first.elapsed_time(last) / CALLS)
     return sorted(times)[len(times) // 2]
 
 
 def truth(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Some rows of the result in float32, and which: all of them would take too long."""
-    rows = torch.arange(0, query.shape[2], max(1, query.shape[2] // 256), device="cuda")
-    q, k, v = query[:, :, rows].float(), key.float(), value.float()
-    s = q @ k.transpose(2, 3) * query.shape[3] ** -0.5
-    return s.softmax(3) @ v, rows
+    rows = torch.arange(0, query.shape[2], max(1, query.shape[2] // 64), device="cuda")
+    scores = query[:, :, rows].float() @ key.float().transpose(2, 3) * query.shape[3] ** -0.5
+    return scores.softmax(3) @ value.float(), rows
 
 
-def off(result: Tensor, true: Tensor, rows: Tensor) -> float:
-    return ((result[:, :, rows].float() - true).norm() / true.norm()).item()
-
-
-def with_tile(tile: triton.Tile) -> Callable[..., Tensor]:
-    """FP8_ATTENTION with another tile: its cached plans are dropped."""
-    triton.TILES = dict.fromkeys((64, 128), tile)
-    FP8_ATTENTION._plans.clear()
-    return lambda *args: FP8_ATTENTION(*args, backend="triton")
-
-
-def measure(name: str, end: float) -> dict[str, Any]:
-    query, key, value = heads(*SHAPES[name])
+def measure(name: str, seconds: float) -> None:
+    query, key, value = heads(*SIZES[name])
     dim, keys = query.shape[3], key.shape[2]
-    each = 0.15
     true, rows = truth(query, key, value)
     flop = 4 * query.shape[0] * query.shape[1] * query.shape[2] * keys * dim
 
-    def said(what: str, us: float, more: str = "", error: float | None = None) -> None:
-        rate = f"{flop / us / 1e6:6.0f} TFLOP/s"
-        error_text = "" if error is None else f"  error {error:.2%}"
-        print(f"{name:14} {what:34} {us:9.1f} us {rate}{error_text}{more}", flush=True)
+    def said(what: str, call: Callable[[], Any], result: bool = True) -> float:
+        us = microseconds(call, seconds)
+        line = f"{name:12} {what:38} {us:9.1f} us"
+        if result:
+            error = ((call()[:, :, rows].float() - true).norm() / true.norm()).item()
+            line += f" {flop / us / 1e6:6.0f} TFLOP/s, off by {error:.2%}"
+        print(line, flush=True)
+        return us
 
     def plain() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value)
 
-    base = microseconds(plain, each)
-    said("cuDNN bfloat16", base, error=off(plain(), true, rows))
-    peer(query, key, value, said, base, each, true, rows)
-    best: dict[str, Any] = {"base": base, "total": float("inf"), "dim": dim, "tokens": keys}
-    found = STATISTICS(key, value, backend="triton")
-    reading = microseconds(lambda: STATISTICS(key, value, backend="triton"), each)
-    said("statistics", reading)
-    for integers in (True, False):
-        kind = "int8" if integers else "fp8"
-        operands = query, key, value, *found, dim**-0.5, integers
-        eight = QUANTIZE_QKV(*operands, backend="triton")
-        writing = microseconds(lambda: QUANTIZE_QKV(*operands, backend="triton"), each)  # noqa: B023
-        said(f"quantising, {kind}", writing)
-        for tile in TILES if integers else [best["tile"]]:
-            if time.perf_counter() > end:
-                print(f"{name:14} stopped: the time is over")
-                break
-            try:
-                attend = with_tile(tile)
-                error = off(attend(*eight, query, keys), true, rows)
-                us = microseconds(lambda: attend(*eight, query, keys), each)  # noqa: B023
-            except Exception as no:
-                print(f"{name:14} {tile}: {type(no).__name__}: {str(no)[:80]}")
-                continue
-            total = us + reading + writing
-            where = f"{tile.rows}x{tile.keys} {tile.warps} warps {tile.stages} stages"
-            said(
-                f"ours {kind} {where}",
-                us,
-                f"  {base / total:.2f}x with quantising",
-                error,
-            )
-            if total < best["total"] and error <= MOST_ERROR:
-                best |= {"tile": tile, "total": total, "gain": base / total, "error": error}
-        if "tile" not in best:
-            break
-    return best
-
-
-def peer(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    said: Any,
-    base: float,
-    each: float,
-    true: Tensor,
-    rows: Tensor,
-) -> None:
-    """cuDNN in fp8, one scale a tensor, the mean of the keys taken off."""
+    base = said("cuDNN, bfloat16", plain)
     if no := cudnn.available():
-        print(f"cuDNN fp8: {no}")
-        return
-    try:
+        print(f"{name:12} cuDNN, fp8: {no}")
+    else:
         eight = [cudnn.quantize(t) for t in (query, key - key.mean(2, keepdim=True), value)]
         tensors, scales = [t.contiguous() for t, _ in eight], [s for _, s in eight]
-        attend = cudnn.plan(tensors[0], query.shape[3] ** -0.5)
-        result = attend(*tensors, *scales).float() * scales[2]
-        us = microseconds(lambda: attend(*tensors, *scales), each, graphed=False)
-        said("cuDNN fp8", us, f"  {base / us:.2f}x alone", off(result, true, rows))
-    except Exception as no:
-        print(f"cuDNN fp8: {type(no).__name__}: {str(no)[:200]}")
+        attend = cudnn.plan(tensors[0], dim**-0.5)
+        said("cuDNN, fp8, alone", lambda: attend(*tensors, *scales).float() * scales[2])
+    before = said("quantising", lambda: _quantised(query, key, value), result=False)
+    eight_bits = _quantised(query, key, value)
+    shapes = launches.SHAPES[dim]
+    for shape in shapes:
+        launches.SHAPES = {**launches.SHAPES, dim: (shape,)}
+        FP8_ATTENTION._plans.clear()
+        how = f"ours, {shape.groups} groups, {shape.keys} keys"
+        us = said(how, lambda: FP8_ATTENTION(*eight_bits, query, keys, backend="cuda"))
+        print(f"{name:12} {base / (us + before):.2f} times cuDNN's in bfloat16, with quantising")
+    launches.SHAPES = {**launches.SHAPES, dim: shapes}
+
+
+def _quantised(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    return QUANTIZE_QKV(query, key, value, MEAN(key), query.shape[3] ** -0.5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=65, help="time for all shapes")
-    parser.add_argument("--only", help="shapes whose name contains this")
+    parser.add_argument("--seconds", type=float, default=0.15, help="for each timing")
+    parser.add_argument("--only", help="sizes whose name contains this")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    names = [n for n in SHAPES if not given.only or given.only in n]
-    start, found = time.perf_counter(), {}
-    for i, name in enumerate(names):
-        left = start + given.seconds - time.perf_counter()
-        found[name] = measure(name, time.perf_counter() + left / (len(names) - i))
-    served: dict[int, int] = {}
-    for name, best in found.items():
-        if "tile" not in best:
-            print(f"{name}: nothing within {MOST_ERROR:.0%}")
-            continue
-        goal = "reached" if best["gain"] >= GAIN else "missed"
-        print(
-            f"{name}: {best['tile']}, {best['gain']:.2f}x cuDNN bfloat16 with quantising, error "
-            f"{best['error']:.2%}; goal of {GAIN}x {goal}"
-        )
-        if best["gain"] > 1:
-            served[best["dim"]] = min(served.get(best["dim"], 2**31), best["tokens"])
-    print(f"SERVED = {served}")
+    with torch.no_grad():
+        for name in (n for n in SIZES if not given.only or given.only in n):
+            measure(name, given.seconds)
 
 
 if __name__ == "__main__":

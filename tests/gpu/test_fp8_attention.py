@@ -27,12 +27,11 @@ def heads(queries, keys, dim, batch=1, count=4):
     return [t.bfloat16().transpose(1, 2) for t in (query, key, value)]
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
     ("queries", "keys"), [(128, 128), (1000, 1300), (4608, 4608), (7, 20000), (300, 1), (65, 129)]
 )
-def test_kernels_compute_what_the_reference_does(queries, keys, dim, backend):
+def test_kernels_compute_what_the_reference_does(queries, keys, dim):
     query, key, value = heads(queries, keys, dim)
     mean = MEAN(key, backend="triton")
     torch.testing.assert_close(mean, MEAN(key, backend="torch"), rtol=1e-4, atol=1e-3)
@@ -44,11 +43,13 @@ def test_kernels_compute_what_the_reference_does(queries, keys, dim, backend):
         assert (a.float() != b.float()).float().mean() < 0.01
     for a, b in zip(eight[3:], by_ops[3:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=0)
-    got = FP8_ATTENTION(*eight, query, keys, backend=backend)
-    assert torch.equal(got, FP8_ATTENTION(*eight, query, keys, backend=backend))
+    got = FP8_ATTENTION(*eight, query, keys, backend="cuda")
+    assert torch.equal(got, FP8_ATTENTION(*eight, query, keys, backend="cuda"))
     assert got.transpose(1, 2).is_contiguous()
     if queries * keys < 2**22:  # the reference holds all scores
         wanted = FP8_ATTENTION(*eight, query, keys, backend="torch")
+        # scores that differ in their last bits round a few probabilities to the other side, a
+        # sixteenth away
         assert accuracy.error(got, wanted) < 0.005
     truth = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
     assert accuracy.error(got, truth) <= 0.043

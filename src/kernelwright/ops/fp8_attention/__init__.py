@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends.cuda import problem as cuda_problem
 from .. import checks
 from ..folder_kernels import FolderKernels
 from ..fp8 import unsupported
@@ -32,8 +33,6 @@ def fp8_attention(
     key: Tensor,
     value: Tensor,
     scale: float | None = None,
-    *,
-    backend: str | None = None,
 ) -> Tensor:
     """softmax(query @ key^T * scale) @ value with operands and probabilities in eight bits:
     [B, H, Sq, D], [B, H, Sk, D], [B, H, Sk, D] -> [B, H, Sq, D].
@@ -43,9 +42,8 @@ def fp8_attention(
     tensor([1., 1.], dtype=torch.bfloat16)
     """
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    mean = MEAN.run(key, backend=backend)
-    eight = QUANTIZE_QKV.run(query, key, value, mean, scale, backend=backend)
-    return FP8_ATTENTION.run(*eight, query, key.shape[2], backend=backend)
+    eight = QUANTIZE_QKV.run(query, key, value, MEAN.run(key), scale)
+    return FP8_ATTENTION.run(*eight, query, key.shape[2])
 
 
 def problem(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -55,7 +53,7 @@ def problem(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     if query.shape[3] not in HEAD_DIMS or value.shape[3] != query.shape[3]:
         return f"head_dim {query.shape[3]}, expected one of {HEAD_DIMS}"
     if query.is_cuda:
-        return unsupported(query.device.index or 0)
+        return unsupported(query.device.index or 0) or cuda_problem(query.device, query.dtype)
     return None
 
 
@@ -168,5 +166,5 @@ FP8_ATTENTION = Op(
     kernels=FolderKernels(__name__, "plan_attention"),
     outputs=("out",),
     eight=("q8", "k8", "v8"),
-    **(SHARED | {"backends": ("torch", "triton", "cuda"), "prefer": ("cuda", "triton")}),
+    **(SHARED | {"backends": ("torch", "cuda"), "prefer": ("cuda",)}),
 )

@@ -1,8 +1,7 @@
-"""Attention in eight bits in Triton, for Hopper: the two steps before it, and the third where CUDA
-kernels cannot be compiled.
+"""What attention in eight bits reads, made in Triton: the mean of some keys, then query, key and
+value in eight bits, padded to whole tiles.
 
 Tensor cores want the summed dimension contiguous: keys have it so, values are stored transposed.
-Buffers in eight bits are padded to whole tiles, so no load of the loop is masked.
 """
 
 from __future__ import annotations
@@ -23,16 +22,6 @@ if TYPE_CHECKING:
 
 ROWS = tl.constexpr(reference.ROWS)
 LARGEST_INT = tl.constexpr(reference.LARGEST_INT)
-SHIFT = tl.constexpr(reference.SHIFT)
-# The integer whose bits are those of the float 12582912 = 1.5 · 2 ** 23, from which on floats are 1
-# apart. A product of int8 that is summed on top of it is a float already: converting them took a
-# tenth of the instructions of the loop. Sums are less than 2 ** 22: 128 · 127 · 127.
-AS_BITS = tl.constexpr(0x4B400000)
-AS_FLOAT = tl.constexpr(12582912.0)
-# Rows of queries, warps and pipeline stages: the fastest of twelve on H200 for [1, 24, 4608, 128],
-# [1, 12, 32760, 128], [2, 24, 4429, 64] and [1, 24, 17776, 64]; more blocks on a multiprocessor, of
-# fewer registers or keys, were slower.
-QUERIES, WARPS, STAGES = 64, 4, 3
 
 
 @triton.jit
@@ -132,103 +121,7 @@ def quantize_qkv_kernel(
             tl.store(v_scale + i_tile, b_out)
 
 
-@triton.jit
-def attend(
-    b_q,
-    b_f,
-    b_out,
-    b_max,
-    b_sum,
-    p_k,
-    p_v,
-    p_ks,
-    p_vs,
-    i_k,
-    keys,
-    EDGE: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """Fold a tile of keys into the running maximum, sum and result of a block of queries."""
-    BQ: tl.constexpr = b_q.shape[0]
-    D: tl.constexpr = b_q.shape[1]
-    b_k = tl.load(p_k + i_k * ROWS * D)
-    b_v = tl.load(p_v + i_k * ROWS * D)
-    if WIDEN:
-        b_v = b_v.to(tl.float32)
-    b_s = tl.full([BQ, ROWS], AS_BITS, tl.int32)
-    b_s = tl.dot(b_q, tl.trans(b_k), b_s, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-    # keys are stored in another order: see reference.in_kernel_order
-    b_s = b_s.reshape(BQ, ROWS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(BQ, ROWS)
-    b_g = b_f * tl.load(p_ks + i_k)
-    b_vs = tl.load(p_vs + i_k)
-    b_lv = tl.log2(b_vs)
-    if EDGE:
-        b_s = tl.where((i_k * ROWS + tl.arange(0, ROWS) < keys)[None, :], b_s, float("-inf"))
-    # whole numbers, so that what is rounded does not depend on the tiles before
-    b_new = tl.maximum(b_max, tl.ceil((tl.max(b_s, 1) - AS_FLOAT) * b_g + b_lv))
-    b_minus = b_g * AS_FLOAT + (b_new - (b_lv + SHIFT))
-    b_p = tl.exp2(b_s * b_g[:, None] - b_minus[:, None])
-    b_decay = tl.exp2(b_max - b_new)
-    b_sum = b_sum * b_decay + tl.sum(b_p, 1) / b_vs
-    b_8 = b_p.to(tl.float8e4nv)
-    if WIDEN:
-        b_8 = b_8.to(tl.float32)
-    b_out = b_out * b_decay[:, None] + tl.dot(b_8, tl.trans(b_v))
-    return b_out, b_new, b_sum
-
-
-@triton.jit(do_not_specialize=["queries", "keys", "heads"])
-def fp8_attention_kernel(
-    q8,
-    k8,
-    v8,
-    q_scale,
-    k_scale,
-    v_scale,
-    out,
-    queries,
-    keys,
-    heads,
-    out_b,
-    out_h,
-    out_s,
-    D: tl.constexpr,
-    BQ: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """softmax(q8 · k8ᵀ) · v8ᵀ with their scales, for BQ rows of one head."""
-    i_q = tl.program_id(0)
-    i_bh = tl.program_id(1).to(tl.int64)
-    n_q = tl.cdiv(queries, ROWS) * ROWS
-    n_k = tl.cdiv(keys, ROWS)
-    o_d = tl.arange(0, D)
-    o_j = tl.arange(0, ROWS)
-    o_q = i_q * BQ + tl.arange(0, BQ)
-    b_q = tl.load(q8 + (i_bh * n_q + o_q[:, None]) * D + o_d[None, :])
-    b_f = tl.load(q_scale + i_bh * n_q + o_q)
-    p_k = k8 + i_bh * n_k * ROWS * D + in_tile(o_j[:, None], o_d[None, :], D)
-    p_v = v8 + i_bh * n_k * ROWS * D + in_tile(o_d[:, None], o_j[None, :], ROWS)
-    p_ks = k_scale + i_bh * n_k
-    p_vs = v_scale + i_bh * n_k
-    b_out = tl.zeros([BQ, D], tl.float32)
-    b_max = tl.full([BQ], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BQ], tl.float32)
-    inside = keys // ROWS
-    for i_k in tl.range(0, inside):
-        b_out, b_max, b_sum = attend(
-            b_q, b_f, b_out, b_max, b_sum, p_k, p_v, p_ks, p_vs, i_k, keys, False, WIDEN
-        )
-    if inside < n_k:
-        b_out, b_max, b_sum = attend(
-            b_q, b_f, b_out, b_max, b_sum, p_k, p_v, p_ks, p_vs, inside, keys, True, WIDEN
-        )
-    b_out = b_out / b_sum[:, None]
-    p_out = out + i_bh // heads * out_b + i_bh % heads * out_h
-    p_out += o_q.to(tl.int64)[:, None] * out_s + o_d[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_q < queries)[:, None])
-
-
-def strides_of(*tensors: Any) -> tuple[int, ...]:
+def _strides(*tensors: Any) -> tuple[int, ...]:
     """The strides of tensors whose last dimension is contiguous, without it."""
     found: list[int] = []
     for t in tensors:
@@ -239,21 +132,21 @@ def strides_of(*tensors: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def check_hopper(call: Call) -> None:
+def _check(call: Call) -> None:
     if not interpreting() and call.target.capability[0] != 9:
         raise Unsupported("it was written for Hopper")
     check_fp8(call)
 
 
 def plan_mean(call: Call) -> TritonLaunch:
-    check_hopper(call)
+    _check(call)
     key = call["key"]
     batch, heads, keys, dim = key.shape
     return TritonLaunch(
         kernel=mean_kernel,
         grid=(batch * heads,),
         pointers=("key", "mean"),
-        scalars=(keys, heads, *strides_of(key)),
+        scalars=(keys, heads, *_strides(key)),
         constants={"D": dim, "SAMPLE": reference.SAMPLE},
         num_warps=8,
         alignment=min(16, call.alignment),
@@ -261,7 +154,7 @@ def plan_mean(call: Call) -> TritonLaunch:
 
 
 def plan_quantize(call: Call) -> TritonLaunch:
-    check_hopper(call)
+    _check(call)
     query, key, value = call["query"], call["key"], call["value"]
     batch, heads, queries, dim = query.shape
     keys = key.shape[2]
@@ -274,24 +167,9 @@ def plan_quantize(call: Call) -> TritonLaunch:
         ),
         scalars=(
             *(queries, keys, heads, call["scale"] * reference.LOG2E),
-            *strides_of(query, key, value),
+            *_strides(query, key, value),
         ),
         constants={"D": dim},
         num_warps=8,
         alignment=min(16, call.alignment),
-    )
-
-
-def plan_attention(call: Call) -> TritonLaunch:
-    check_hopper(call)
-    query, out = call["query"], call["out"]
-    batch, heads, queries, dim = query.shape
-    return TritonLaunch(
-        kernel=fp8_attention_kernel,
-        grid=(-(-queries // QUERIES), batch * heads),
-        pointers=("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "out"),
-        scalars=(queries, call["keys"], heads, *strides_of(out)),
-        constants={"D": dim, "BQ": QUERIES, "WIDEN": interpreting()},
-        num_warps=WARPS,
-        num_stages=STAGES,
     )
