@@ -44,7 +44,7 @@ def driver(monkeypatch, stream):
     made = Driver()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "compile_cubin", lambda code, arch: b"")
-    monkeypatch.setattr(cuda, "_function", lambda device, cubin, name: KERNEL)
+    monkeypatch.setattr(cuda, "_function", lambda device, cubin, name, shared: KERNEL)
     monkeypatch.setattr(cuda, "driver", lambda: made)
     return made
 

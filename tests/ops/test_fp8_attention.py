@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelwright.backends import Target, cuda
+from kernelwright.checking import emulator
 from kernelwright.inject.verify import accuracy
 from kernelwright.ops.fp8_attention import (
     FP8_ATTENTION,
@@ -111,6 +112,46 @@ def test_wrong_shapes_are_named():
         fp8_attention(query[:, :1], key, value)
     with pytest.raises(ValueError, match=r"key has shape .* dim one of \(64, 128\)"):
         fp8_attention(query, key[..., :32], value)
+
+
+def emulated(query, key, value, shape):
+    """What the CUDA kernel computes with blocks of this shape, beside the reference."""
+    dim, keys = query.shape[3], key.shape[2]
+    eight = QUANTIZE_QKV(query, key, value, MEAN(key, backend="torch"), dim**-0.5, backend="torch")
+    arguments = dict(zip(FP8_ATTENTION.arguments, (*eight, query, keys), strict=True))
+    launch, values = emulator.planned(FP8_ATTENTION, arguments)
+    assert f", {shape.groups}, " in launch.template
+    emulator.Emulator([launch]).run(launch, values, ["out"])
+    return values["out"], FP8_ATTENTION(*eight, query, keys, backend="torch")
+
+
+SHAPES = [(dim, shape) for dim, shapes in launches.SHAPES.items() for shape in shapes]
+
+
+@pytest.mark.skipif(emulator.problem() is not None, reason="no g++")
+@pytest.mark.parametrize(("queries", "keys"), [(70, 130), (200, 128), (5, 40)])
+@pytest.mark.parametrize(("dim", "shape"), SHAPES)
+def test_the_kernel_computes_what_the_reference_does(queries, keys, dim, shape, monkeypatch):
+    monkeypatch.setattr(launches, "SHAPES", {dim: (shape,)})
+    query = heads(queries, dim)[0]
+    _, key, value = heads(keys, dim, mean=2.0)
+    got, wanted = emulated(query, key, value, shape)
+    # Probabilities are rounded relative to a power of two, not to the maximum so far. Scores that
+    # differ in their last bits round a few of them to the other side, a sixteenth away.
+    assert accuracy.error(got, wanted) < 0.005
+
+
+@pytest.mark.skipif(emulator.problem() is not None, reason="no g++")
+@pytest.mark.parametrize(("dim", "shape"), SHAPES)
+def test_sums_go_on_when_the_maximum_rises(dim, shape, monkeypatch):
+    """Over more tiles than one sum of the tensor cores takes, each with larger scores than those
+    before it, and values that do not cancel."""
+    monkeypatch.setattr(launches, "SHAPES", {dim: (shape,)})
+    query, key, value = heads(2200, dim, count=1)
+    query, value = query[:, :, :16], value + 1
+    key = (key.float() * torch.linspace(0.2, 3.0, 2200)[None, None, :, None]).to(key.dtype)
+    got, wanted = emulated(query, key, value, shape)
+    assert accuracy.error(got, wanted) < 0.005
 
 
 @pytest.mark.skipif(cuda.nvrtc_version() is None, reason="no NVRTC")

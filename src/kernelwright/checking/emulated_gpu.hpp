@@ -16,6 +16,7 @@
 #define __restrict__
 #define __expf expf
 #define __logf logf
+#define __log2f log2f
 #define __sinf sinf
 #define __cosf cosf
 #define __powf powf
@@ -28,6 +29,7 @@ constexpr int warpSize = 32;
 static ucontext_t scheduler, fibers[1024];
 static bool finished[1024];
 static float slots[1024];
+static int int_slots[1024];
 static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
 static void __syncwarp(unsigned = ~0u) { __syncthreads(); }
 static float taken(float v, unsigned from) {
@@ -43,6 +45,25 @@ static float __shfl_down_sync(unsigned, float v, int o, int width = 32) {
 }
 static float __shfl_sync(unsigned, float v, int from, int width = 32) {
   return taken(v, threadIdx.x / width * width + from);
+}
+static int taken(int v, unsigned from) {
+  int_slots[threadIdx.x] = v;
+  __syncthreads();
+  const int found = int_slots[from];
+  __syncthreads();
+  return found;
+}
+static int __shfl_xor_sync(unsigned, int v, int o, int = 32) { return taken(v, threadIdx.x ^ o); }
+static int __shfl_sync(unsigned, int v, int from, int width = 32) {
+  return taken(v, threadIdx.x / width * width + from);
+}
+static bool __any_sync(unsigned, bool v) {
+  int_slots[threadIdx.x] = v;
+  __syncthreads();
+  bool any = false;
+  for (int i = 0; i < 32; i++) any |= int_slots[threadIdx.x / 32 * 32 + i];
+  __syncthreads();
+  return any;
 }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }

@@ -36,6 +36,8 @@ from .op_cases import DTYPES, small
 from .planned_kernels import TARGETS
 
 GPU = Path(__file__).with_name("emulated_gpu.hpp")
+# headers that are PTX throughout, and what stands in for each
+EMULATED = {"ops/fp8_attention/hopper.cuh": Path(__file__).with_name("emulated_hopper.hpp")}
 FLAGS = ("-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared")
 # elements around an output that no kernel may write to
 GUARD = 64
@@ -129,7 +131,11 @@ def included(text: str, seen: set[str]) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        own = ours[name] if name in ours else Path(name).read_text(encoding="utf-8")
+        if name in EMULATED:
+            include = '#include "backends/common.cuh"'
+            own = f"{include}\nnamespace kernelwright {{\n{EMULATED[name].read_text()}\n}}"
+        else:
+            own = ours[name] if name in ours else Path(name).read_text(encoding="utf-8")
         return re.sub(r'#include "([^"]+)"', header, own)
 
     text = re.sub(r'#include "([^"]+)"', header, text)

@@ -26,10 +26,15 @@ constexpr int TILE = 128;  // keys
 constexpr int AS_BITS = 0x4B400000;
 constexpr float AS_FLOAT = 12582912.f;
 constexpr float SHIFT = 8.f;  // the largest probability is 2 ** 8
+// Tensor cores keep fewer bits of a running sum of fp8 products than float32 has. After so many tiles
+// the sum is added to one in float32, in shared memory. Without that first sight refused Wan's
+// attention: 256 tiles, and values with a common mean.
+constexpr int TILES_OF_A_SUM = 16;
 
-template <int D, int STAGES> struct EightShared {
+template <int D, int GROUPS, int STAGES> struct EightShared {
   alignas(128) unsigned char keys[STAGES][TILE * D];
   alignas(128) unsigned char values[STAGES][TILE * D];
+  float sums[GROUPS][D / 2][128];  // one of each result that a thread holds
   Barrier keys_there[STAGES], values_there[STAGES], keys_read[STAGES], values_read[STAGES];
 };
 
@@ -101,8 +106,8 @@ template <int N> __device__ __forceinline__ void round_to_eight(unsigned (&p8)[N
   }
 }
 
-template <int D, int STAGES>
-__device__ void copy_tiles(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles) {
+template <int D, int GROUPS, int STAGES>
+__device__ void copy_tiles(const EightArgs& a, EightShared<D, GROUPS, STAGES>& shared, i64 head, int tiles) {
   constexpr int BYTES = TILE * D;
   const unsigned char* keys = (const unsigned char*)a.k8 + head * tiles * BYTES;
   const unsigned char* values = (const unsigned char*)a.v8 + head * tiles * BYTES;
@@ -118,8 +123,9 @@ __device__ void copy_tiles(const EightArgs& a, EightShared<D, STAGES>& shared, i
 }
 
 // The 64 queries from row0 on. KEYS at once: fewer leave registers for more warpgroups.
-template <class T, int D, int STAGES, int KEYS>
-__device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 head, int tiles, int row0) {
+template <class T, int D, int GROUPS, int STAGES, int KEYS>
+__device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& shared, i64 head, int tiles, int group,
+                       int row0) {
   constexpr int STEPS = D / 32, PARTS = TILE / KEYS;
   const int lane = threadIdx.x % 32, first = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int padded = (a.queries + TILE - 1) / TILE * TILE;
@@ -145,6 +151,10 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
   int scores[KEYS / 2];
   unsigned p8[KEYS / 32][4];
   Running run;
+  float* const sums = &shared.sums[group][0][threadIdx.x % 128];
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) sums[i * 128] = 0.f;
+  float most_of_sums[2] = {minus_infinity(), minus_infinity()};
   float factor[2], log_v, per_v, k_next = k_scale[0], v_next = v_scale[0];
 
   const auto stage = [](int j) { return j % STAGES; };
@@ -182,6 +192,13 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
       probabilities<false>(scores, run, factor, log_v, per_v, KEYS);
     }
   };
+  // The sums so far, relative to the maximum of now.
+  const auto add_to_sums = [&](auto&& take) {
+    const float fade[2] = {exp2_near(most_of_sums[0] - run.most[0]), exp2_near(most_of_sums[1] - run.most[1])};
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) take(i, sums[i * 128] * fade[i / 2 % 2] + out[i]);
+    most_of_sums[0] = run.most[0], most_of_sums[1] = run.most[1];
+  };
   // The scores of some keys, while the product of those before with their values is under way.
   const auto step = [&](int j, int part) {
     start_scores(j, part);
@@ -200,6 +217,7 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
     if (part == 0) done_with(shared.values_read[stage(j - 1)]);
     decay(out, run);
     round_to_eight(p8, scores);
+    if (part == 0 && j % TILES_OF_A_SUM == 0) add_to_sums([&](int i, float sum) { sums[i * 128] = sum, out[i] = 0.f; });
   };
 
   begin_tile(0);
@@ -222,6 +240,7 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
   start_values(tiles - 1, PARTS - 1);
   wait_for_products<0>();
   results_are_there(out);
+  add_to_sums([&](int i, float sum) { out[i] = sum; });
 
   T* p = (T*)a.out + head / a.heads * a.out_b + head % a.heads * a.out_h;
 #pragma unroll
@@ -242,9 +261,8 @@ __device__ void attend(const EightArgs& a, EightShared<D, STAGES>& shared, i64 h
 // GROUPS warpgroups attend; REGISTERS are those of their threads.
 template <class T, int D, int GROUPS, int STAGES, int REGISTERS, int KEYS>
 __device__ __forceinline__ void eight_bit_attention(const EightArgs& a) {
-  extern __shared__ unsigned char memory[];
-  using Shared = EightShared<D, STAGES>;
-  Shared& shared = *reinterpret_cast<Shared*>((reinterpret_cast<size_t>(memory) + 127) / 128 * 128);
+  using Shared = EightShared<D, GROUPS, STAGES>;
+  Shared& shared = *reinterpret_cast<Shared*>((reinterpret_cast<size_t>(dynamic_shared()) + 127) / 128 * 128);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       shared.keys_there[i].init(1);
@@ -262,7 +280,8 @@ __device__ __forceinline__ void eight_bit_attention(const EightArgs& a) {
     if (threadIdx.x == 0) copy_tiles(a, shared, head, tiles);
   } else {
     take_registers<REGISTERS>();
-    attend<T, D, STAGES, KEYS>(a, shared, head, tiles, (blockIdx.x % a.blocks * GROUPS + group - 1) * 64);
+    const int row0 = (blockIdx.x % a.blocks * GROUPS + group - 1) * 64;
+    attend<T, D, GROUPS, STAGES, KEYS>(a, shared, head, tiles, group - 1, row0);
   }
 }
 

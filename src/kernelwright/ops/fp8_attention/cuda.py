@@ -67,6 +67,7 @@ def plan_attention(call: Call) -> CudaLaunch:
         layout="3q4i",
         scalars=(*out.stride()[:3], queries, call["keys"], heads, blocks(shape)),
         resident=1,
-        shared=2 * STAGES * ROWS * dim + BARRIERS,
+        # tiles of keys and values, and a sum in float32 of each result
+        shared=2 * STAGES * ROWS * dim + shape.groups * QUERIES * dim * 4 + BARRIERS,
         of_architecture=True,
     )

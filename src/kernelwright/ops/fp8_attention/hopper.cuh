@@ -9,6 +9,12 @@ inline __device__ unsigned shared_address(const void* p) {
   return (unsigned)__cvta_generic_to_shared(p);
 }
 
+// Shared memory beside what a kernel declares, of as many bytes as it is launched with.
+inline __device__ unsigned char* dynamic_shared() {
+  extern __shared__ unsigned char memory[];
+  return memory;
+}
+
 // A barrier whose phases alternate: `count` arrivals, and the bytes that were announced, end one.
 struct Barrier {
   unsigned long long word;
