@@ -32,11 +32,11 @@ DOES = "attention in eight bits"
 # together. Twice that means that outliers in a head have cost its small values.
 LIMIT = 0.078
 # Head dimensions that are served, and the fewest queries and keys. Timed on H200 beside cuDNN in
-# 16 bits, with quantising: of head_dim 128 it is 1.62 times as fast at 32,760 tokens (Wan) and 1.13
-# at 4,608 (FLUX), of head_dim 64 1.43 times at 17,776 (CogVideoX), 1.19 at 8,064 (LTX-Video, 161
-# frames), 1.18 at 4,429 (SD3.5) and 1.04 at 2,688 (LTX-Video, 49 frames): too little for its error.
-# tests/gpu/fp8_attention_times.py times it.
-SERVED: dict[int, int] = {64: 4096, 128: 4096}
+# 16 bits, with quantising: of head_dim 128 it is 1.61 times as fast at 32,760 tokens (Wan) and 1.26
+# at 8,192, of head_dim 64 1.40 times at 17,776 (CogVideoX), 1.15 at 8,064 (LTX-Video, 161 frames)
+# and 1.14 at 4,429 (SD3.5). At 4,608 of 128 (FLUX) it is 1.05 times, and at 2,688 of 64 (LTX-Video,
+# 49 frames) 0.99: too little for its error. tests/gpu/fp8_attention_times.py times it.
+SERVED: dict[int, int] = {64: 4096, 128: 8192}
 MAX_VERDICTS = 4096
 
 
