@@ -8,11 +8,9 @@ arguments of an op, and a kernel is launched with addresses alone, without names
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor, fx
 
 from ..ops.linear import linear_gelu
 from . import interpreter
-from .argument_views import Layout, layout, layouts_as_read, lies_in, view
+from .argument_views import Layout, layout, layouts_as_read, lies_in
 from .attention_by_lengths import Lengths, attend, laid_out
 from .eight_bit_rows import eight_bit_rows
 from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
@@ -42,6 +40,7 @@ from .recorded_ops import (
     plain_rms_norm,
 )
 from .steps_apart import Step, Values, find_early, find_prompts
+from .value_places import ValuePlaces, value_at
 
 aten: Any = torch.ops.aten
 # writes what a program stores: (program, what it loads by name, what it stores by name)
@@ -137,15 +136,14 @@ class Executable:
         self._lengths_of, self._launchers = lengths_of, launchers
         self._attention, self._keep_rows = attention, keep_rows
         self.lengths: dict[str, Lengths | str | None] = {}
-        self._place: dict[Any, int] = {}
         self._nodes = {n.name: n for n in plan.graph.nodes}
         self._stored = layouts_as_read(plan) if as_read else {}
-        self._start: Values = []
+        self._places = places = ValuePlaces(self._stored)
         inputs = plan.graph.find_nodes(op="placeholder")
         for node in inputs:
-            self._new(node.name)
+            places.new(node.name)
         for name, value in plan.constants.items():
-            self._start[self._new(name)] = value
+            places.start[places.new(name)] = value
         steps: list[Step] = []
         for step in plan.steps:
             if isinstance(step, Program):
@@ -155,10 +153,10 @@ class Executable:
                 steps.append(self._lengths_step(step))
             steps.append(self._leaf(step))
         (output,) = plan.graph.find_nodes(op="output")
-        self._outputs = self._output_readers(output.args[0])
+        self._outputs = places.output_readers(output.args[0])
         needed: set[int] = set()
         for o in output.args[0]:
-            needed |= self._places(o)
+            needed |= places.read_by(o)
         weights = len(inputs) - plan.given
         given = range(weights, len(inputs) - plan.handed)
         of_samples = [p for p in given if getattr(inputs[p].meta.get("val"), "ndim", 2) <= 1]
@@ -169,7 +167,7 @@ class Executable:
         later = needed.union(*(s.reads for s in late))
         written = set().union(*(s.writes for s in apart))
         self._shared = sorted(later & set().union(*(s.writes for s in early)))
-        names = {place: name for name, place in self._place.items()}
+        names = {place: name for name, place in places.of.items()}
         self.early_results: list[Any] = [names[place] for place in self._shared]
         self._early = _letting_go(early, later)
         self._late = _letting_go(late, needed | written)
@@ -212,84 +210,9 @@ class Executable:
         return [values[place] for place in self._shared]
 
     def _values(self, inputs: Sequence[Tensor]) -> Values:
-        values = self._start.copy()
+        values = self._places.start.copy()
         values[: len(inputs)] = inputs
         return values
-
-    def _new(self, name: Any) -> int:
-        if name not in self._place:
-            self._place[name] = len(self._start)
-            self._start.append(None)
-        return self._place[name]
-
-    # what a step reads
-
-    def _base(self, node: fx.Node) -> fx.Node:
-        while node.name not in self._place:
-            node = node.all_input_nodes[0]
-        return node
-
-    def _output_readers(self, outputs: Sequence[Any]) -> list[Callable[[Values], Any]]:
-        """What finds the outputs. A view of an input or of what another output is in, too, stays a
-        view, even if it lies just so."""
-        nodes = [o for o in outputs if isinstance(o, fx.Node)]
-        bases = Counter(self._base(o) for o in nodes)
-
-        def reader(o: Any) -> Callable[[Values], Any]:
-            if not isinstance(o, fx.Node) or (base := self._base(o)) is o:
-                return self._reader(o)
-            if base.op != "placeholder" and bases[base] == 1:
-                return self._reader(o)
-            return view(self._place[base.name], *lies_in(o, base))
-
-        return list(map(reader, outputs))
-
-    def _reader(self, value: Any) -> Callable[[Values], Any]:
-        """What finds an argument among the values."""
-        if isinstance(value, fx.Node):
-            base = self._base(value)
-            place = self._place[base.name]
-            if self._lies_as_wanted(value, base):
-                return _value(place)
-            return view(place, *lies_in(value, base))
-        if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
-            readers, kind = [self._reader(v) for v in value], type(value)
-            return lambda values: kind([read(values) for read in readers])
-        return lambda values: value
-
-    def _arguments(self, args: Sequence[Any]) -> Callable[[Values], Iterable[Any]]:
-        """What finds all arguments of an op among the values."""
-        places = [self._place_of(a) for a in args]
-        if len(args) < 2 or None in places:  # of a single place, `itemgetter` makes no tuple
-            readers = [self._reader(a) for a in args]
-            return lambda values: [read(values) for read in readers]
-        return itemgetter(*places)
-
-    def _place_of(self, value: Any) -> int | None:
-        """The place of a value or of a constant; None for views and lists of values."""
-        if isinstance(value, fx.Node):
-            base = self._base(value)
-            return self._place[base.name] if self._lies_as_wanted(value, base) else None
-        if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
-            return None
-        place = self._new(object())  # a name that nothing else has
-        self._start[place] = value
-        return place
-
-    def _lies_as_wanted(self, value: fx.Node, base: fx.Node) -> bool:
-        """Whether a value is what lies at the place of its base: a matrix that is transposed twice
-        needs no view, nor does one that was allocated as its readers want it."""
-        stored = self._stored.get(base.name)
-        if base is value:
-            return stored is None
-        return lies_in(value, base) == (*(stored or layout(base)), 0)
-
-    def _places(self, value: Any) -> set[int]:
-        found: set[int] = set()
-        fx.node.map_arg(value, lambda n: found.add(self._place[self._base(n).name]))
-        return found
-
-    # steps
 
     def _leaf(self, node: fx.Node) -> Step:
         function = PLAIN.get(node.target, node.target)
@@ -304,17 +227,18 @@ class Executable:
             args = node.args
         else:
             function = F.linear
-        arguments = self._arguments(args)
-        kwargs = {k: self._reader(v) for k, v in node.kwargs.items()}
-        if not self._places(node.kwargs):  # constants, such as a dtype
+        places = self._places
+        arguments = places.arguments(args)
+        kwargs = {k: places.reader(v) for k, v in node.kwargs.items()}
+        if not places.read_by(node.kwargs):  # constants, such as a dtype
             function, kwargs = partial(function, **node.kwargs) if kwargs else function, {}
-        reads = self._places((node.args, node.kwargs))
+        reads = places.read_by((node.args, node.kwargs))
         if self._by_lengths(node):
             function = partial(attend, like=node.meta["val"], by=self._attention)
-            lengths = self._place[_lengths_name(node)]
+            lengths = places.of[_lengths_name(node)]
             arguments = _with(arguments, lengths)
             reads.add(lengths)
-        place = self._new(node.name)
+        place = places.new(node.name)
 
         def run(values: Values) -> None:
             if kwargs:
@@ -340,7 +264,7 @@ class Executable:
         if node.target not in PRODUCTS_OF_TWO or node.kwargs:
             return None
         *bias, x, transposed = node.args
-        matrix = self._base(transposed)
+        matrix = self._places.base(transposed)
         shape, strides = layout(matrix)
         if len(shape) != 2 or lies_in(transposed, matrix) != (shape[::-1], strides[::-1], 0):
             return None
@@ -358,8 +282,8 @@ class Executable:
     def _lengths_step(self, node: fx.Node) -> Step:
         query, key, _, mask = node.args[:4]
         queries, keys = query.meta["val"].shape[2], key.meta["val"].shape[2]
-        read, name, ask = self._reader(mask), _lengths_name(node), self._lengths_of
-        place = self._new(name)
+        read, name, ask = self._places.reader(mask), _lengths_name(node), self._lengths_of
+        place = self._places.new(name)
         assert ask is not None
 
         def run(values: Values) -> None:
@@ -368,20 +292,20 @@ class Executable:
                 self.lengths[name] = found = ask(read(values), queries, keys)
             values[place] = found
 
-        return Step(run, self._places(mask), {place}, only_early=True)
+        return Step(run, self._places.read_by(mask), {place}, only_early=True)
 
     def _program(self, program: Program) -> Step:
-        nodes = self._nodes
+        nodes, known = self._nodes, self._places
 
         def reader(name: str) -> Callable[[Values], Any]:
             # a copy in another layout is no node of the graph
-            return self._reader(nodes[name]) if name in nodes else _value(self._place[name])
+            return known.reader(nodes[name]) if name in nodes else value_at(known.of[name])
 
         loads = {name: reader(name) for name in program.loads}
-        reads = self._places([nodes[name] for name in program.loads if name in nodes])
-        reads |= {self._place[name] for name in program.loads if name not in nodes}
-        fresh = [s for s in program.stores if s.target not in self._place]
-        places = {s.target: self._new(s.target) for s in program.stores}
+        reads = known.read_by([nodes[name] for name in program.loads if name in nodes])
+        reads |= {known.of[name] for name in program.loads if name not in nodes}
+        fresh = [s for s in program.stores if s.target not in known.of]
+        places = {s.target: known.new(s.target) for s in program.stores}
         stores = {name: reader(name) for name in places}
         runs, device = self._programs, next(iter(nodes.values())).meta["val"].device
         allocations = [
@@ -389,14 +313,14 @@ class Executable:
         ]
         eight = eight_bit_rows(program)
         for name, shape, dtype in (part for made in eight for part in made.parts()):
-            place = places[name] = self._new(name)
+            place = places[name] = known.new(name)
             allocations.append((place, partial(torch.empty, shape, dtype=dtype)))
-            stores[name] = _value(place)
+            stores[name] = value_at(place)
         made = [(places[m.source], places[m.rows], places[m.scale]) for m in eight]
         keep = self._keep_rows
         first = min(reads, default=None)
-        viewed = any(name not in self._place for name in program.loads)
-        launch = None if viewed else self._launchers(program, self._place)
+        viewed = any(name not in known.of for name in program.loads)
+        launch = None if viewed else self._launchers(program, known.of)
 
         def run(values: Values) -> None:
             on = device if first is None else values[first].device
@@ -418,10 +342,6 @@ def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run
 
 def _lengths_name(attention: fx.Node) -> str:
     return f"lengths of {attention.name}"
-
-
-def _value(place: int) -> Callable[[Values], Any]:
-    return itemgetter(place)
 
 
 def _with(
