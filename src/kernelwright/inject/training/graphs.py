@@ -196,6 +196,9 @@ class TrainingGraphs:
             self._drop(block, MOVED)
         elif not graph.fits(given):
             raise Refusal(ALIGNMENT)
+        elif self._is_out_of_order(graph, token):
+            self._let_go(block, ORDER)
+            graph = self._captured(block, inputs, token)
         else:
             self._check_memory(block, graph, given, token)
         block.graphed.unused = 0
@@ -204,16 +207,21 @@ class TrainingGraphs:
         self._uses.add(use)
         return results, use
 
-    def _check_memory(
-        self, block: Block, graph: BlockGraph, given: Sequence[Tensor], token: int
-    ) -> None:
-        """Refuse a replay that would write to what a backward still needs. Where another forward of
-        the model needs it, the graph is used again later; where this one does, it never fits."""
+    def _is_out_of_order(self, graph: BlockGraph, token: int) -> bool:
+        """Whether blocks have run before this one in this forward that were captured after it: its
+        graph may write to what their backwards need. So it is when a block that comes first has its
+        graph a step later, because its first gradients lay otherwise than expected."""
         later = [use for use in self._uses if not use.done and use.order > graph.order]
         if any(use.token != token for use in later):
             raise Refusal(WAITS)
-        if later:
-            self._drop(block, ORDER)
+        return bool(later)
+
+    def _check_memory(
+        self, block: Block, graph: BlockGraph, given: Sequence[Tensor], token: int
+    ) -> None:
+        """Refuse a replay that would write to inputs that a backward still needs. Where another
+        forward of the model needs them, the graph is used again later; where this one does, it
+        never fits."""
         for buffer, tensor in zip(graph.buffers, given, strict=True):
             if buffer.holds(tensor, token):
                 continue
@@ -225,13 +233,16 @@ class TrainingGraphs:
 
     def _drop(self, block: Block, why: str) -> NoReturn:
         """Drop a graph that is no longer valid; the next call is captured again."""
+        self._let_go(block, why)
+        raise Refusal(why)
+
+    def _let_go(self, block: Block, why: str) -> None:
         found = block.graphed
         found.graph = None
         if (module := block.module()) is not None:
             self._owners.pop(module, None)
         if found.captures >= MAX_CAPTURES:
             found.refused = f"{why}, at every capture"
-        raise Refusal(why)
 
     def _captured(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
         found, module = block.graphed, block.module()
