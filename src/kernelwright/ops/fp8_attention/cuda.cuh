@@ -1,6 +1,6 @@
 // softmax(q8 k8ᵀ) v8 with their scales, on Hopper.
 //
-// One warp copies tiles of keys and values to shared memory; each of the other warpgroups has 64
+// One thread copies tiles of keys and values to shared memory; each warpgroup but its own has 64
 // queries. While a warpgroup computes the probabilities of one tile, its product of the tile before
 // with the values is under way, and the products of the other warpgroups are.
 //
@@ -38,9 +38,9 @@ template <int D, int GROUPS, int STAGES> struct EightShared {
   Barrier keys_there[STAGES], values_there[STAGES], keys_read[STAGES], values_read[STAGES];
 };
 
-// The running maximum and sum of a thread's two rows.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
+// The running maximum and sum of a thread's two rows.
 struct Running {
   float most[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f}, decay[2];
 };

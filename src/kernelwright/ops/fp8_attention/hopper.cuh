@@ -1,37 +1,35 @@
-// What Hopper has for a stream of tiles: barriers in shared memory, bulk copies that arrive at them,
-// and products that a warpgroup (four warps) starts and waits for later.
+// What Hopper has for a stream of tiles: barriers in shared memory, bulk copies that arrive at them, and
+// products that a warpgroup (four warps) starts and waits for later. checking/emulated_hopper.hpp has the
+// same without a GPU.
 #pragma once
 #include "backends/common.cuh"
 
 namespace kernelwright {
 
-inline __device__ unsigned shared_address(const void* p) {
-  return (unsigned)__cvta_generic_to_shared(p);
-}
-
 // Shared memory beside what a kernel declares, of as many bytes as it is launched with.
-inline __device__ unsigned char* dynamic_shared() {
+__device__ __forceinline__ unsigned char* dynamic_shared() {
   extern __shared__ unsigned char memory[];
   return memory;
 }
 
-// A barrier whose phases alternate: `count` arrivals, and the bytes that were announced, end one.
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// A barrier whose phases alternate: one ends after `count` arrivals, and when the bytes that were announced are there.
 struct Barrier {
   unsigned long long word;
 
-  __device__ void init(int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&word)), "r"(count));
+  __device__ __forceinline__ unsigned address() const { return shared_address(&word); }
+  __device__ __forceinline__ void init(int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(count));
   }
-  __device__ void arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
   }
-  __device__ void arrive_expecting(int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(&word)),
-                 "r"(bytes)
-                 : "memory");
+  __device__ __forceinline__ void arrive_expecting(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }
-  __device__ void wait(int phase) {
+  // Waits for the end of the phase of this parity.
+  __device__ __forceinline__ void wait(int phase) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -40,128 +38,102 @@ struct Barrier {
         "@done bra over;\n"
         "bra again;\n"
         "over:\n"
-        "}" ::"r"(shared_address(&word)),
-        "r"(phase)
-        : "memory");
+        "}" ::"r"(address()), "r"(phase) : "memory");
   }
 };
 
-inline __device__ void barriers_are_made() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Starts a copy of contiguous bytes, a multiple of 16, that arrives at a barrier.
-inline __device__ void bulk_copy(void* to, const void* from, int bytes, Barrier& at) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(&at.word))
-      : "memory");
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, Barrier& at) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)), "l"(from), "r"(bytes), "r"(at.address()) : "memory");
 }
 
-template <int N>
-inline __device__ void give_registers_back() {
+// Registers of the threads of a warpgroup. Those that one gives back another may take.
+template <int N> __device__ __forceinline__ void give_registers_back() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-
-template <int N>
-inline __device__ void take_registers() {
+template <int N> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// The second operand of a product in shared memory: rows of eight-bit numbers along the summed
-// dimension, in blocks of 8 rows x 16 bytes that lie one after the other along that dimension.
+// The second operand of a product in shared memory: rows of eight-bit numbers along the summed dimension, in blocks of
+// 8 rows x 16 bytes that lie one after the other along that dimension.
 struct Operand {
   static constexpr int BLOCK = 128;  // bytes
   unsigned long long descriptor;
 
   // `across`: bytes from 8 rows to the next 8
-  __device__ Operand(const void* p, int across)
-      : descriptor((unsigned long long)((shared_address(p) & 0x3FFFF) >> 4) |
-                   (unsigned long long)(BLOCK >> 4) << 16 |
+  __device__ __forceinline__ Operand(const void* p, int across)
+      : descriptor((unsigned long long)((shared_address(p) & 0x3FFFF) >> 4) | (unsigned long long)(BLOCK >> 4) << 16 |
                    (unsigned long long)(across >> 4) << 32) {}
-  // the next 32 numbers of each row
-  __device__ unsigned long long step(int k) const { return descriptor + k * (2 * BLOCK >> 4); }
+  // the k-th 32 numbers of each row
+  __device__ __forceinline__ unsigned long long step(int k) const { return descriptor + k * (2 * BLOCK >> 4); }
 };
 
-inline __device__ void before_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-inline __device__ void end_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void before_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most N groups of products are under way.
+template <int N> __device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 
 // The compiler must not read results before this point: products write them behind its back.
-template <int N>
-inline __device__ void results_are_there(int (&x)[N]) {
+template <int N> __device__ __forceinline__ void results_are_there(int (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
-template <int N>
-inline __device__ void results_are_there(float (&x)[N]) {
+template <int N> __device__ __forceinline__ void results_are_there(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Waits until at most N groups of products are under way.
-template <int N>
-inline __device__ void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-
-#define KW_8(c, x, i)                                                                        \
-  c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3]), c(x[i + 4]), c(x[i + 5]), c(x[i + 6]),     \
-      c(x[i + 7])
+// The operands of an asm statement that are elements of an array, and their names in it.
+#define KW_8(c, x, i) c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3]), c(x[i + 4]), c(x[i + 5]), c(x[i + 6]), c(x[i + 7])
 #define KW_32(c, x, i) KW_8(c, x, i), KW_8(c, x, i + 8), KW_8(c, x, i + 16), KW_8(c, x, i + 24)
-#define KW_NAMES_32                                                                         \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                  \
+#define KW_NAMES_32                                                          \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "   \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define KW_NAMES_64                                                                         \
-  KW_NAMES_32                                                                               \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "      \
+#define KW_NAMES_64                                                                                   \
+  KW_NAMES_32                                                                                         \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// c += a bᵀ for 64 rows of a, of which each thread holds its part of 32 columns, and 128 or 64 rows
-// of b.
-inline __device__ void start_product(int (&c)[64], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" KW_NAMES_64
-               "}, {%64, %65, %66, %67}, %68, 1;\n"
-               : KW_32("+r", c, 0), KW_32("+r", c, 32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+// Starts c += a bᵀ for 64 rows of a, of which each thread holds its part of 32 columns, and 128 or 64 rows of b.
+__device__ __forceinline__ void start_product(int (&c)[64], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" KW_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1;"
+               : KW_32("+r", c, 0), KW_32("+r", c, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-
-inline __device__ void start_product(int (&c)[32], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" KW_NAMES_32
-               "}, {%32, %33, %34, %35}, %36, 1;\n"
-               : KW_32("+r", c, 0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+__device__ __forceinline__ void start_product(int (&c)[32], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" KW_NAMES_32 "}, {%32, %33, %34, %35}, %36, 1;"
+               : KW_32("+r", c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-
-inline __device__ void start_product(float (&c)[64], const unsigned (&a)[4], unsigned long long b) {
+__device__ __forceinline__ void start_product(float (&c)[64], const unsigned (&a)[4], unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" KW_NAMES_64
-               "}, {%64, %65, %66, %67}, %68, 1, 1, 1;\n"
-               : KW_32("+f", c, 0), KW_32("+f", c, 32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1;"
+               : KW_32("+f", c, 0), KW_32("+f", c, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-
-inline __device__ void start_product(float (&c)[32], const unsigned (&a)[4], unsigned long long b) {
+__device__ __forceinline__ void start_product(float (&c)[32], const unsigned (&a)[4], unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" KW_NAMES_32
-               "}, {%32, %33, %34, %35}, %36, 1, 1, 1;\n"
-               : KW_32("+f", c, 0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1;"
+               : KW_32("+f", c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // Four numbers in fp8 (e4m3), the first in the lowest byte.
-inline __device__ unsigned four_e4m3(float a, float b, float c, float d) {
+__device__ __forceinline__ unsigned four_e4m3(float a, float b, float c, float d) {
   unsigned result;
   asm("{\n"
       ".reg .b16 low, high;\n"
       "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
       "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
       "mov.b32 %0, {low, high};\n"
-      "}"
-      : "=r"(result)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
+      "}" : "=r"(result) : "f"(a), "f"(b), "f"(c), "f"(d));
   return result;
 }
 
-inline __device__ float exp2_near(float x) {
+// within two units of the last place; 0 for minus infinity
+__device__ __forceinline__ float exp2_near(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
