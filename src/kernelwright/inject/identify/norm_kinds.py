@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...backends.torch_internals import mark_constant
 from ...ops.row import default_eps as row_eps
 from ...ops.row.reference import eager_norm
-from ..state.class_code import Codes, code_of
+from ..state.class_code import code_of
 from ..state.hooks import PLAIN_FORWARDS
 from ..state.module_state import State
 from .structure import structure_of
@@ -47,8 +47,8 @@ def default_eps(dtype: torch.dtype, device: torch.device) -> float:
 
 
 _found: WeakKeyDictionary[nn.Module, tuple[State, Norm | str]] = WeakKeyDictionary()
-# by structure, as long as the code of the class stays the same
-_structures: dict[Any, tuple[Codes, Norm | str]] = {}
+# by structure and by the code of the class, which may be patched
+_structures: dict[Any, Norm | str] = {}
 MAX_STRUCTURES = 256
 
 Key = tuple[type, bool, bool]
@@ -87,14 +87,13 @@ def describe(module: nn.Module) -> Norm | str:
 
 def _of_structure(module: nn.Module) -> Norm | str:
     """The same for all modules that do the same with their weights: one of them is probed."""
-    structure = structure_of(module)
-    known = _structures.get(structure)
-    if known is None or not known[0].hold():
+    key = structure_of(module), code_of(type(module))
+    found = _structures.get(key)
+    if found is None:
         if len(_structures) >= MAX_STRUCTURES:
             _structures.clear()
-        codes = Codes([code_of(type(module))])
-        known = _structures[structure] = codes, _identify(module)
-    return known[1]
+        found = _structures[key] = _identify(module)
+    return found
 
 
 def looks_like_norm(module: nn.Module) -> bool:
