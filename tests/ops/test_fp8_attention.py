@@ -57,6 +57,17 @@ def test_values_of_very_different_size_keep_their_error():
     assert accuracy.error(result[..., :8], expected[..., :8]) <= MOST
 
 
+@pytest.mark.parametrize("keys", [1, 128, 300])
+def test_keys_that_are_all_alike_leave_the_error_of_the_values_alone(keys):
+    """Then all probabilities are one number, and its rounding would be an error of all results."""
+    query, key, value = heads(keys, mean=2.0)
+    key, value = key[:, :, :1].expand_as(key).contiguous(), value + 3
+    expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    assert accuracy.error(fp8_attention(query, key, value), expected) < (
+        0.03 if keys == 1 else 0.006
+    )
+
+
 def test_the_mean_of_the_keys_costs_nothing():
     query, key, value = heads(256, mean=0.0)
     shifted = (key.float() + 8.0).to(torch.float32)

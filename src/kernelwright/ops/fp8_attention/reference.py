@@ -112,5 +112,7 @@ def _integers(t: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eight(t: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """With scales that are powers of two: they do not move where probabilities are rounded."""
     largest = torch.where(largest == 0, LARGEST, largest)
-    return (t * (largest.reciprocal() * LARGEST)).to(DTYPE), largest * (1 / LARGEST)
+    scale = (largest * (1 / LARGEST)).log2().ceil().exp2()
+    return (t * scale.reciprocal()).to(DTYPE), scale

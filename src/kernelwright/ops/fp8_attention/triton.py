@@ -14,7 +14,6 @@ import triton.language as tl
 from ...backends import Unsupported
 from ...backends.triton import TritonLaunch, interpreting
 from ..row.call import check_fp8
-from ..row.triton import fp8_scales
 from . import reference
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 ROWS = tl.constexpr(reference.ROWS)
 LARGEST_INT = tl.constexpr(reference.LARGEST_INT)
+LARGEST = tl.constexpr(reference.LARGEST)
 
 
 @triton.jit
@@ -114,8 +114,11 @@ def quantize_qkv_kernel(
         if i_s < n_k:
             p_x = value + i_b * value_b + i_h * value_h + o_row * value_s + o_d
             b_x = tl.load(p_x, mask=o_row < keys, other=0.0).to(tl.float32)
-            b_in, b_out = fp8_scales(tl.max(tl.abs(b_x)))
-            b_y = tl.trans((b_x * b_in).to(v8.dtype.element_ty))
+            b_most = tl.max(tl.abs(b_x))
+            b_most = tl.where(b_most == 0.0, LARGEST, b_most)
+            # a power of two: see reference
+            b_out = tl.exp2(tl.ceil(tl.log2(b_most * (1.0 / LARGEST))))
+            b_y = tl.trans((b_x * (1.0 / b_out)).to(v8.dtype.element_ty))
             o_y = in_tile(tl.arange(0, D)[:, None], o_j[None, :], ROWS)
             tl.store(v8 + i_tile * ROWS * D + o_y, b_y)
             tl.store(v_scale + i_tile, b_out)
