@@ -122,3 +122,16 @@ def test_sequences_that_are_shorter_than_those_that_were_timed_keep_16_bits(monk
     run(model, inputs)
     assert not attentions(report)
     assert all(least > 2688 for least in attention.SERVED.values())
+
+
+def test_a_kernel_that_cannot_be_compiled_here_is_named_once(monkeypatch):
+    monkeypatch.setattr(attention, "missing", lambda query: "cuda-core is not installed")
+    model, inputs = built("flux-dev")
+    report = kw.inject(model, numerics="fp8")
+    calls.clear()
+    with pytest.warns(UserWarning, match="attention at .*: stays in 16 bits: cuda-core"):
+        run(model, inputs)
+    run(model, inputs)
+    assert not calls
+    (found,) = attentions(report)
+    assert found.problem == "stays in 16 bits: cuda-core is not installed"

@@ -28,40 +28,29 @@ static struct Extent { unsigned x = 1, y = 1, z = 1; } blockDim, gridDim;
 constexpr int warpSize = 32;
 static ucontext_t scheduler, fibers[1024];
 static bool finished[1024];
-static float slots[1024];
-static int int_slots[1024];
+static unsigned slots[1024];
 static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
 static void __syncwarp(unsigned = ~0u) { __syncthreads(); }
-static float taken(float v, unsigned from) {
-  slots[threadIdx.x] = v;
+template <class T> static T taken(T v, unsigned from) {
+  static_assert(sizeof v == sizeof *slots, "a shuffle of 4 bytes");
+  memcpy(&slots[threadIdx.x], &v, sizeof v);
   __syncthreads();
-  const float found = slots[from];
+  memcpy(&v, &slots[from], sizeof v);
   __syncthreads();
-  return found;
+  return v;
 }
-static float __shfl_xor_sync(unsigned, float v, int o, int = 32) { return taken(v, threadIdx.x ^ o); }
-static float __shfl_down_sync(unsigned, float v, int o, int width = 32) {
+template <class T> static T __shfl_xor_sync(unsigned, T v, int o, int = 32) { return taken(v, threadIdx.x ^ o); }
+template <class T> static T __shfl_down_sync(unsigned, T v, int o, int width = 32) {
   return taken(v, threadIdx.x % width + o < unsigned(width) ? threadIdx.x + o : threadIdx.x);
 }
-static float __shfl_sync(unsigned, float v, int from, int width = 32) {
-  return taken(v, threadIdx.x / width * width + from);
-}
-static int taken(int v, unsigned from) {
-  int_slots[threadIdx.x] = v;
-  __syncthreads();
-  const int found = int_slots[from];
-  __syncthreads();
-  return found;
-}
-static int __shfl_xor_sync(unsigned, int v, int o, int = 32) { return taken(v, threadIdx.x ^ o); }
-static int __shfl_sync(unsigned, int v, int from, int width = 32) {
+template <class T> static T __shfl_sync(unsigned, T v, int from, int width = 32) {
   return taken(v, threadIdx.x / width * width + from);
 }
 static bool __any_sync(unsigned, bool v) {
-  int_slots[threadIdx.x] = v;
+  slots[threadIdx.x] = v;
   __syncthreads();
   bool any = false;
-  for (int i = 0; i < 32; i++) any |= int_slots[threadIdx.x / 32 * 32 + i];
+  for (int i = 0; i < 32; i++) any |= slots[threadIdx.x / 32 * 32 + i];
   __syncthreads();
   return any;
 }

@@ -58,7 +58,7 @@ template <class T, int N> static void start_product(T (&c)[N], const unsigned (&
   unsigned rows[2][8];
   for (int from = 0; from < 4; from++)
     for (int i = 0; i < 4; i++)
-      rows[i % 2][i / 2 * 4 + from] = __shfl_sync(~0u, (int)a[i], threadIdx.x % 32 / 4 * 4 + from);
+      rows[i % 2][i / 2 * 4 + from] = __shfl_sync(~0u, a[i], threadIdx.x % 32 / 4 * 4 + from);
   for (int i = 0; i < N; i++)
     for (int k = 0; k < 32; k++)
       add_product(c[i], rows[i / 2 % 2][k / 4] >> 8 * (k % 4) & 255, b.at(i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k));

@@ -119,8 +119,9 @@ ROUNDED = "rounded"  # in the `meta` of a node: see `rounded`
 
 
 def rounded(x: Any) -> Any:
-    """A step without which a program that rounds nothing on its way would have other bits than one
-    that loads this value, as another plan of the same block does. PyTorch's results are rounded."""
+    """A step that rounds a value to its dtype in kernels that otherwise round only what they store:
+    another plan of the same block stores this value, and reads it back rounded. PyTorch's results
+    are rounded already, so the interpreter has nothing to do."""
     return x
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...backends.user_warnings import warn
-from ...ops.fp8_attention import fp8_attention, problem
+from ...ops.fp8_attention import fp8_attention, missing, problem
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..runtime import model_run
@@ -46,6 +46,7 @@ class Fp8Attention:
 
     findings: Findings
     _verdicts: dict[Any, bool] = field(default_factory=dict)
+    _missing: dict[torch.device, str | None] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -81,7 +82,15 @@ class Fp8Attention:
             return False
         if any(type(t) is not Tensor for t in (query, key, value)):
             return False
-        return problem(query, key, value) is None
+        return problem(query, key, value) is None and not self._is_missing(query)
+
+    def _is_missing(self, query: Tensor) -> bool:
+        """Whether its kernel cannot be compiled here; the report says so once."""
+        if query.device not in self._missing:
+            self._missing[query.device] = why = missing(query)
+            if why is not None:
+                self._report("attention", query, f"stays in 16 bits: {why}", None)
+        return self._missing[query.device] is not None
 
     def _first_sight(self, place: Any, query: Tensor, result: Tensor, expected: Tensor) -> Tensor:
         if not informative(expected):
@@ -92,13 +101,17 @@ class Fp8Attention:
             self._verdicts.clear()
         self._verdicts[place] = good
         why = f"off by {error:.1%} in eight bits" if math.isfinite(error) else "not finite"
-        problem = None if good else why
         owner = next((n for m, n in self.findings.names.items() if id(m) == mode.owner), "a module")
+        problem = None if good else f"stays in 16 bits: {why}"
+        self._report(f"{owner}, attention", query, problem, error)
+        return result if good else expected
+
+    def _report(self, name: str, query: Tensor, problem: str | None, error: float | None) -> None:
+        """Add a finding; warn if attention stays in 16 bits."""
         inputs = in_words((query,), {})
         sites = {(DOES, problem or "fused"): 1}
         self.findings.findings.append(
-            Finding(f"{owner}, attention", KIND, inputs, sites, error=error, problem=problem)
+            Finding(name, KIND, inputs, sites, error=error, problem=problem)
         )
         if problem:
-            warn(f"{owner}, attention at {inputs}: {problem}; that stays in 16 bits")
-        return result if good else expected
+            warn(f"{name} at {inputs}: {problem}")

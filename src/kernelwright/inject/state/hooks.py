@@ -24,7 +24,7 @@ from .side_effects import visible_effect
 
 COMMON = frozenset(vars(nn.Module()))  # attributes that every module has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# attributes of which a module calls none, or only in ways that are looked at apart
+# attributes that are PyTorch's own, or hooks, which are checked separately
 NOT_CALLED = COMMON.union(HOOK_ATTRIBUTES)
 NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
 # libraries whose modules are stateless, unless an argument or a hook has state

@@ -52,9 +52,12 @@ def problem(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return "query heads share key heads"
     if query.shape[3] not in HEAD_DIMS or value.shape[3] != query.shape[3]:
         return f"head_dim {query.shape[3]}, expected one of {HEAD_DIMS}"
-    if query.is_cuda:
-        return unsupported(query.device.index or 0) or cuda_problem(query.device, query.dtype)
-    return None
+    return unsupported(query.device.index or 0) if query.is_cuda else None
+
+
+def missing(query: Tensor) -> str | None:
+    """What has to be installed for its kernel, or None."""
+    return cuda_problem(query.device, query.dtype) if query.is_cuda else None
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
