@@ -35,7 +35,8 @@ LIMIT = 0.078
 # 16 bits, with quantising: of head_dim 128 it is 1.61 times as fast at 32,760 tokens (Wan) and 1.26
 # at 8,192, of head_dim 64 1.40 times at 17,776 (CogVideoX), 1.15 at 8,064 (LTX-Video, 161 frames)
 # and 1.14 at 4,429 (SD3.5). At 4,608 of 128 (FLUX) it is 1.05 times, and at 2,688 of 64 (LTX-Video,
-# 49 frames) 0.99: too little for its error. tests/gpu/fp8_attention_times.py times it.
+# 49 frames) 0.99: too little for its error. All this before its sums were added up in float32.
+# tests/gpu/fp8_attention_times.py times it.
 SERVED: dict[int, int] = {64: 4096, 128: 8192}
 MAX_VERDICTS = 4096
 
