@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,25 @@ def test_no_triton_kernel_spills_on_any_gpu(tmp_path):
         if not used.clean:
             bad.append(f"{name}: {used}")
     assert not bad
+
+
+FIRST_OF_ALL = """
+from concurrent.futures import ThreadPoolExecutor
+from kernelwright.backends import cuda
+texts = [f'extern "C" __global__ void k{i}() {{}}' for i in range(8)]
+with ThreadPoolExecutor(len(texts)) as pool:
+    list(pool.map(lambda text: cuda.build(text, "sm_90"), texts))
+"""
+
+
+def test_the_first_kernels_of_a_process_compile_side_by_side():
+    """In a process of its own: one that has imported cuda.core before has no race to lose."""
+    pytest.importorskip("cuda.core")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FIRST_OF_ALL], env=environment, check=True)
+
+
+def test_older_compilers_take_our_lambdas():
+    """NVRTC 13.0 takes a lambda with `auto` in its parameters for a function of the host."""
+    for name, text in cuda.headers().items():
+        assert not re.search(r"\]\s*\([^()]*\bauto\b", text), name

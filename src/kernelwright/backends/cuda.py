@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import io
 import os
 import struct
 import threading
@@ -28,6 +29,9 @@ OPTIONS = ("std=c++17",)
 # names that also resolve outside the namespace kernelwright
 TYPES = {torch.float16: "half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _building: dict[str, threading.Lock] = {}  # of kernels that are being compiled
+# A thread that imports cuda.core while another one is at it gets an unfinished module: it replaces
+# its own __spec__, by which Python would know (cuda-core 1.2.2).
+_importing = threading.Lock()
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -251,7 +255,8 @@ def compile_cubin(code: str, arch: str) -> bytes:
 
 def build(code: str, arch: str, verbose: bool = False) -> tuple[bytes, str]:
     """Compile now; returns the cubin and, if `verbose`, the assembler's resource report."""
-    from cuda.core import Program, ProgramOptions
+    with _importing:
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         arch=arch,
@@ -259,8 +264,6 @@ def build(code: str, arch: str, verbose: bool = False) -> tuple[bytes, str]:
         include_path=[str(PACKAGE), *include_paths()],
         ptxas_options=["-v"] if verbose else None,
     )
-    import io
-
     log = io.StringIO()
     try:
         cubin = Program(code, "c++", options).compile("cubin", logs=log)

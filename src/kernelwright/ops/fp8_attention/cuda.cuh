@@ -192,11 +192,15 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
       probabilities<false>(scores, run, factor, log_v, per_v, KEYS);
     }
   };
-  // The sums so far, relative to the maximum of now.
-  const auto add_to_sums = [&](auto&& take) {
+  // The sums so far, relative to the maximum of now. The last ones are the results.
+  const auto add_to_sums = [&](bool last) {
     const float fade[2] = {exp2_near(most_of_sums[0] - run.most[0]), exp2_near(most_of_sums[1] - run.most[1])};
 #pragma unroll
-    for (int i = 0; i < D / 2; i++) take(i, sums[i * 128] * fade[i / 2 % 2] + out[i]);
+    for (int i = 0; i < D / 2; i++) {
+      const float sum = sums[i * 128] * fade[i / 2 % 2] + out[i];
+      if (!last) sums[i * 128] = sum;
+      out[i] = last ? sum : 0.f;
+    }
     most_of_sums[0] = run.most[0], most_of_sums[1] = run.most[1];
   };
   // The scores of some keys, while the product of those before with their values is under way.
@@ -217,7 +221,7 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
     if (part == 0) done_with(shared.values_read[stage(j - 1)]);
     decay(out, run);
     round_to_eight(p8, scores);
-    if (part == 0 && j % TILES_OF_A_SUM == 0) add_to_sums([&](int i, float sum) { sums[i * 128] = sum, out[i] = 0.f; });
+    if (part == 0 && j % TILES_OF_A_SUM == 0) add_to_sums(false);
   };
 
   begin_tile(0);
@@ -240,7 +244,7 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
   start_values(tiles - 1, PARTS - 1);
   wait_for_products<0>();
   results_are_there(out);
-  add_to_sums([&](int i, float sum) { out[i] = sum; });
+  add_to_sums(true);
 
   T* p = (T*)a.out + head / a.heads * a.out_b + head % a.heads * a.out_h;
 #pragma unroll
