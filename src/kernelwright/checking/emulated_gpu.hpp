@@ -21,6 +21,8 @@
 #define __cosf cosf
 #define __powf powf
 #define __fdividef(a, b) ((a) / (b))
+#define __float2int_rn(x) ((int)rintf(x))
+#define __float2int_rz(x) ((int)(x))
 using std::isinf;
 using std::isnan;
 static struct Index { unsigned x = 0, y = 0, z = 0; } threadIdx, blockIdx;

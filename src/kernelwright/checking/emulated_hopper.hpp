@@ -63,8 +63,13 @@ template <class T, int N> static void start_product(T (&c)[N], const unsigned (&
     for (int k = 0; k < 32; k++)
       add_product(c[i], rows[i / 2 % 2][k / 4] >> 8 * (k % 4) & 255, b.at(i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k));
 }
+template <class T, int N> static void start_new_product(T (&c)[N], const unsigned (&a)[4], OperandRows b) {
+  for (int i = 0; i < N; i++) c[i] = 0;
+  start_product(c, a, b);
+}
 
 static unsigned four_e4m3(float a, float b, float c, float d) {
   return (unsigned)e4m3_pair(c, d) << 16 | e4m3_pair(a, b);
 }
+static int max_of_three(int a, int b, int c) { return max(max(a, b), c); }
 static float exp2_near(float x) { return exp2f(x); }

@@ -28,8 +28,9 @@ from ..verify.findings import Finding, Findings
 
 KIND = "attention"
 DOES = "attention in eight bits"
-# Values and probabilities in fp8 leave an error of 3.7%, query and key as int8 one of 1.3%: 3.9%
-# together. Twice that means that outliers in a head have cost its small values.
+# Values and probabilities in fp8 leave an error of 3.7%, query and key as int8 one of 1.3%, and
+# powers of two on straight lines 1.9%: 4.3% together. Much more than that means that outliers in a
+# head have cost its small values.
 LIMIT = 0.078
 # Head dimensions that are served, and the fewest queries and keys. Timed on H200 beside cuDNN in
 # 16 bits, with quantising: of head_dim 128 it is 1.61 times as fast at 32,760 tokens (Wan) and 1.26
@@ -37,7 +38,7 @@ LIMIT = 0.078
 # and 1.14 at 4,429 (SD3.5). At 4,608 of 128 (FLUX) it is 1.05 times, and at 2,688 of 64 (LTX-Video,
 # 49 frames) 0.99: too little for its error. All this before its sums were added up in float32.
 # tests/gpu/fp8_attention_times.py times it.
-SERVED: dict[int, int] = {64: 4096, 128: 8192}
+SERVED: dict[int, int] = {64: 4096, 128: 4096}
 MAX_VERDICTS = 4096
 
 

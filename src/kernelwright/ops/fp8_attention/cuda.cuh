@@ -21,10 +21,7 @@ struct EightArgs {
 };
 
 constexpr int TILE = 128;  // keys
-// Integers summed on top of these bits are floats already: 1.5 * 2 ** 23, from which on floats are 1
-// apart, plus the sum, which is less than 2 ** 22.
-constexpr int AS_BITS = 0x4B400000;
-constexpr float AS_FLOAT = 12582912.f;
+constexpr int NONE = -(1 << 30);  // less than any score
 constexpr float SHIFT = 8.f;  // the largest probability is 2 ** 8
 // Tensor cores keep fewer bits of a running sum of fp8 products than float32 has. After so many tiles
 // the sum is added to one in float32, in shared memory. Without that first sight refused Wan's
@@ -45,6 +42,26 @@ struct Running {
   float most[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f}, decay[2];
 };
 
+// 2 ** x for the scores of a row, where x falls by `factor` from one score to the next smaller one: its bits as a float
+// fall by the same number, so between powers of two it is a straight line.
+struct Line {
+  int least;  // of the scores that are told apart
+  unsigned slope, offset;
+
+  __device__ __forceinline__ Line(int largest, float x_of_largest, float factor) {
+    constexpr float ONE = 1 << 23, BIAS = 127.f;
+    constexpr float DEPTH = 60.f;  // 2 ** -60 is nothing beside the largest of a row; twice that is not below floats
+    constexpr float MOST = 1 << 24;  // more than scores lie apart
+    factor = fminf(factor, DEPTH);
+    slope = __float2int_rn(factor * ONE);
+    least = largest - __float2int_rz(fminf(__fdividef(DEPTH + 1.f, factor), MOST));
+    offset = __float2int_rn((fmaxf(x_of_largest, -DEPTH) + BIAS) * ONE) - largest * slope;
+  }
+  __device__ __forceinline__ float operator()(int score) const {
+    return __int_as_float(max(score, least) * slope + offset);
+  }
+};
+
 // From scores to probabilities, in place. `left`: how many of the keys there are; log_v is that of
 // the scale of their values. Maxima and sums of a row are made in parts: one after the other, each
 // would wait for the one before.
@@ -53,30 +70,34 @@ __device__ __forceinline__ void probabilities(int (&scores)[N], Running& run, co
                                               float per_v, int left) {
   constexpr int APART = 4;
   const int first = threadIdx.x % 4 * 4;
-  int most[2][APART];
-  float sum[2][APART], minus[2];
+  int most[2][APART], largest[2];
+  float sum[2][APART], from[2];
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    const int r = i / 2 % 2, part = (i / 4 * 2 + i % 2) % APART;
-    if (EDGE && i / 8 * 16 + first + i / 4 % 2 * 2 + i % 2 >= left) scores[i] = __float_as_int(minus_infinity());
-    // as integers: floats above zero have the order of their bits, and minus infinity is below them
-    most[r][part] = i < 2 * APART ? scores[i] : max(most[r][part], scores[i]);
+  for (int i = 0; EDGE && i < N; i++) {
+    if (i / 8 * 16 + first + i / 4 % 2 * 2 + i % 2 >= left) scores[i] = NONE;
+  }
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    int& so_far = most[i / 2 % 2][i / 4 % APART];
+    so_far = i < 4 * APART ? max(scores[i], scores[i + 1]) : max_of_three(so_far, scores[i], scores[i + 1]);
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    int all = max(max(most[r][0], most[r][1]), max(most[r][2], most[r][3]));
+    int all = max(max_of_three(most[r][0], most[r][1], most[r][2]), most[r][3]);
     all = max(all, __shfl_xor_sync(~0u, all, 1));
     all = max(all, __shfl_xor_sync(~0u, all, 2));
+    const float x = all * factor[r] + log_v;
     // whole numbers, so that what is rounded does not depend on the keys before
-    const float now = fmaxf(run.most[r], ceilf((__int_as_float(all) - AS_FLOAT) * factor[r] + log_v));
-    minus[r] = AS_FLOAT * factor[r] + (now - SHIFT - log_v);
+    const float now = fmaxf(run.most[r], ceilf(x));
+    largest[r] = all, from[r] = x - now + SHIFT;
     run.decay[r] = exp2_near(run.most[r] - now);
     run.most[r] = now;
   }
+  const Line line[2] = {{largest[0], from[0], factor[0]}, {largest[1], from[1], factor[1]}};
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const int r = i / 2 % 2, part = (i / 4 * 2 + i % 2) % APART;
-    const float p = exp2_near(__int_as_float(scores[i]) * factor[r] - minus[r]);
+    const float p = EDGE && scores[i] == NONE ? 0.f : line[r](scores[i]);
     sum[r][part] = i < 2 * APART ? p : sum[r][part] + p;
     scores[i] = __float_as_int(p);
   }
@@ -166,12 +187,11 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
     shared.keys_there[stage(j)].wait(phase(j));
   };
   const auto start_scores = [&](int j, int part) {
-#pragma unroll
-    for (int i = 0; i < KEYS / 2; i++) scores[i] = AS_BITS;
     const Operand keys(shared.keys[stage(j)] + part * KEYS * D, 8 * D);
     before_products();
+    start_new_product(scores, q[0], keys.step(0));
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) start_product(scores, q[k], keys.step(k));
+    for (int k = 1; k < STEPS; k++) start_product(scores, q[k], keys.step(k));
     end_group();
   };
   const auto start_values = [&](int j, int part) {

@@ -120,6 +120,16 @@ __device__ __forceinline__ void start_product(float (&c)[32], const unsigned (&a
                : KW_32("+f", c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// The same, but c = a bᵀ.
+__device__ __forceinline__ void start_new_product(int (&c)[64], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" KW_NAMES_64 "}, {%64, %65, %66, %67}, %68, 0;"
+               : KW_32("=r", c, 0), KW_32("=r", c, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void start_new_product(int (&c)[32], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" KW_NAMES_32 "}, {%32, %33, %34, %35}, %36, 0;"
+               : KW_32("=r", c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 // Four numbers in fp8 (e4m3), the first in the lowest byte.
 __device__ __forceinline__ unsigned four_e4m3(float a, float b, float c, float d) {
   unsigned result;
@@ -131,6 +141,8 @@ __device__ __forceinline__ unsigned four_e4m3(float a, float b, float c, float d
       "}" : "=r"(result) : "f"(a), "f"(b), "f"(c), "f"(d));
   return result;
 }
+
+__device__ __forceinline__ int max_of_three(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 
 // within two units of the last place; 0 for minus infinity
 __device__ __forceinline__ float exp2_near(float x) {

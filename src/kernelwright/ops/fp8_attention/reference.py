@@ -62,17 +62,25 @@ def attention(
     """softmax(q8 · k8ᵀ) · v8 with these scales: [B, H, Sq, E] in the dtype of `query`, of which
     only dtype and number of rows are read. Probabilities are rounded to fp8, relative to a power of
     two, so that the order in which keys are met does not matter; they are rounded with the scale of
-    their value, so that tiles can be added."""
+    their value, so that tiles can be added. Before that they are off by up to 6%: see power."""
     k = in_order_of_keys(of_tiles(k8, ROWS)).flatten(2, 3)
     v = of_tiles(v8, k.shape[3]).transpose(3, 4).flatten(2, 3)
     of_k, of_v = (s.repeat_interleave(ROWS, 2)[:, :, None, :keys] for s in (k_scale, v_scale))
     scores = (q8.float() @ k.float().transpose(2, 3) * q_scale[..., None])[..., :keys]
     scores = scores * of_k + of_v.log2()
-    p = (scores - scores.amax(3, keepdim=True).ceil() + SHIFT).exp2()
+    p = power(scores - scores.amax(3, keepdim=True).ceil() + SHIFT)
     y = p.to(DTYPE).float() @ v.float()[:, :, :keys]
     y = y / (p / of_v).sum(3, keepdim=True)
     y = y[:, :, : query.shape[2]].to(query.dtype)
     return y.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a token lie together
+
+
+def power(x: Tensor) -> Tensor:
+    """2 ** x, between powers of two on a straight line, which is up to 6% above it. The kernel then
+    makes it from an integer score in two instructions. With exponentials, which are a third of the
+    kernel's time, the error of attention is 3.9% instead of 4.3%."""
+    whole = x.floor()
+    return whole.exp2() * (1 + x - whole)
 
 
 def in_kernel_order(keys: Tensor) -> Tensor:
