@@ -62,7 +62,7 @@ WHOLE = {
 # fp8 beside torchao's, with the latents of 30 steps: torch.compile takes a second or two for every
 # block that torchao has quantised
 EIGHT_BITS = ("ltx-video", "ltx-video-161f", "flux-dev", "sd3.5-medium", "wan-1.3b")
-FP8_MEMORY = ("flux-dev", "sd3.5-medium", "wan-1.3b", "ltx-video-161f", "wan-2.2-14b")
+FP8_MEMORY = (*EIGHT_BITS, "wan-2.2-14b")
 # models that have a recipe, by it and without it
 BY_PROGRAMS = ("sd3.5-medium", "ltx-video", "pixart", "wan-1.3b", "flux-dev")
 TRAINED = {

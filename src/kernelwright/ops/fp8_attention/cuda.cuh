@@ -143,11 +143,11 @@ __device__ void copy_tiles(const EightArgs& a, EightShared<D, GROUPS, STAGES>& s
   }
 }
 
-// The 64 queries from row0 on. KEYS at once: fewer leave registers for more warpgroups.
-template <class T, int D, int GROUPS, int STAGES, int KEYS>
+// The 64 queries from row0 on.
+template <class T, int D, int GROUPS, int STAGES>
 __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& shared, i64 head, int tiles, int group,
                        int row0) {
-  constexpr int STEPS = D / 32, PARTS = TILE / KEYS;
+  constexpr int STEPS = D / 32;
   const int lane = threadIdx.x % 32, first = row0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int padded = (a.queries + TILE - 1) / TILE * TILE;
   unsigned q[STEPS][4];
@@ -169,8 +169,8 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
   float out[D / 2];
 #pragma unroll
   for (int i = 0; i < D / 2; i++) out[i] = 0.f;
-  int scores[KEYS / 2];
-  unsigned p8[KEYS / 32][4];
+  int scores[TILE / 2];
+  unsigned p8[TILE / 32][4];
   Running run;
   float* const sums = &shared.sums[group][0][threadIdx.x % 128];
 #pragma unroll
@@ -186,30 +186,31 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
     if (j + 1 < tiles) k_next = k_scale[j + 1], v_next = v_scale[j + 1];
     shared.keys_there[stage(j)].wait(phase(j));
   };
-  const auto start_scores = [&](int j, int part) {
-    const Operand keys(shared.keys[stage(j)] + part * KEYS * D, 8 * D);
+  const auto start_scores = [&](int j) {
+    const Operand keys(shared.keys[stage(j)], 8 * D);
     before_products();
     start_new_product(scores, q[0], keys.step(0));
 #pragma unroll
     for (int k = 1; k < STEPS; k++) start_product(scores, q[k], keys.step(k));
     end_group();
   };
-  const auto start_values = [&](int j, int part) {
+  const auto start_values = [&](int j) {
+    shared.values_there[stage(j)].wait(phase(j));
     const Operand values(shared.values[stage(j)], 8 * TILE);
     before_products();
 #pragma unroll
-    for (int k = 0; k < KEYS / 32; k++) start_product(out, p8[k], values.step(part * (KEYS / 32) + k));
+    for (int k = 0; k < TILE / 32; k++) start_product(out, p8[k], values.step(k));
     end_group();
   };
   const auto done_with = [&](Barrier& barrier) {
     if (threadIdx.x % 128 == 0) barrier.arrive();
   };
-  const auto find_probabilities = [&](int j, int part) {
-    const int left = a.keys - j * TILE - part * KEYS;
-    if (left < KEYS) {
+  const auto find_probabilities = [&](int j) {
+    const int left = a.keys - j * TILE;
+    if (left < TILE) {
       probabilities<true>(scores, run, factor, log_v, per_v, left);
     } else {
-      probabilities<false>(scores, run, factor, log_v, per_v, KEYS);
+      probabilities<false>(scores, run, factor, log_v, per_v, TILE);
     }
   };
   // The sums so far, relative to the maximum of now. The last ones are the results.
@@ -223,45 +224,30 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
     }
     most_of_sums[0] = run.most[0], most_of_sums[1] = run.most[1];
   };
-  // The scores of some keys, while the product of those before with their values is under way.
-  const auto step = [&](int j, int part) {
-    start_scores(j, part);
-    if (part == 0) {
-      start_values(j - 1, PARTS - 1);
-    } else {
-      if (part == 1) shared.values_there[stage(j)].wait(phase(j));
-      start_values(j, part - 1);
-    }
-    wait_for_products<1>();
-    results_are_there(scores);
-    if (part + 1 == PARTS) done_with(shared.keys_read[stage(j)]);
-    find_probabilities(j, part);
-    wait_for_products<0>();
-    results_are_there(out);
-    if (part == 0) done_with(shared.values_read[stage(j - 1)]);
-    decay(out, run);
-    round_to_eight(p8, scores);
-    if (part == 0 && j % TILES_OF_A_SUM == 0) add_to_sums(false);
-  };
 
   begin_tile(0);
-  start_scores(0, 0);
+  start_scores(0);
   wait_for_products<0>();
   results_are_there(scores);
-  if (PARTS == 1) done_with(shared.keys_read[stage(0)]);
-  find_probabilities(0, 0);
+  done_with(shared.keys_read[stage(0)]);
+  find_probabilities(0);
   round_to_eight(p8, scores);
-  for (int j = 0; j < tiles; j++) {
-    if (j > 0) {
-      begin_tile(j);
-      if (PARTS == 1) shared.values_there[stage(j - 1)].wait(phase(j - 1));
-      step(j, 0);
-    }
-#pragma unroll
-    for (int part = 1; part < PARTS; part++) step(j, part);
+  for (int j = 1; j < tiles; j++) {  // while the product of the tile before with its values is under way
+    begin_tile(j);
+    start_scores(j);
+    start_values(j - 1);
+    wait_for_products<1>();
+    results_are_there(scores);
+    done_with(shared.keys_read[stage(j)]);
+    find_probabilities(j);
+    wait_for_products<0>();
+    results_are_there(out);
+    done_with(shared.values_read[stage(j - 1)]);
+    decay(out, run);
+    round_to_eight(p8, scores);
+    if (j % TILES_OF_A_SUM == 0) add_to_sums(false);
   }
-  if (PARTS == 1) shared.values_there[stage(tiles - 1)].wait(phase(tiles - 1));
-  start_values(tiles - 1, PARTS - 1);
+  start_values(tiles - 1);
   wait_for_products<0>();
   results_are_there(out);
   add_to_sums(true);
@@ -283,7 +269,7 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
 }
 
 // GROUPS warpgroups attend; REGISTERS are those of their threads.
-template <class T, int D, int GROUPS, int STAGES, int REGISTERS, int KEYS>
+template <class T, int D, int GROUPS, int STAGES, int REGISTERS>
 __device__ __forceinline__ void eight_bit_attention(const EightArgs& a) {
   using Shared = EightShared<D, GROUPS, STAGES>;
   Shared& shared = *reinterpret_cast<Shared*>((reinterpret_cast<size_t>(dynamic_shared()) + 127) / 128 * 128);
@@ -305,7 +291,7 @@ __device__ __forceinline__ void eight_bit_attention(const EightArgs& a) {
   } else {
     take_registers<REGISTERS>();
     const int row0 = (blockIdx.x % a.blocks * GROUPS + group - 1) * 64;
-    attend<T, D, GROUPS, STAGES, KEYS>(a, shared, head, tiles, group - 1, row0);
+    attend<T, D, GROUPS, STAGES>(a, shared, head, tiles, group - 1, row0);
   }
 }
 

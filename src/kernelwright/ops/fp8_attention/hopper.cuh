@@ -100,14 +100,11 @@ template <int N> __device__ __forceinline__ void results_are_there(float (&x)[N]
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// Starts c += a bᵀ for 64 rows of a, of which each thread holds its part of 32 columns, and 128 or 64 rows of b.
+// Starts c += a bᵀ for 64 rows of a, of which each thread holds its part of 32 columns, and 128 rows of b,
+// or 64 of those that give floats.
 __device__ __forceinline__ void start_product(int (&c)[64], const unsigned (&a)[4], unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" KW_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1;"
                : KW_32("+r", c, 0), KW_32("+r", c, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void start_product(int (&c)[32], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" KW_NAMES_32 "}, {%32, %33, %34, %35}, %36, 1;"
-               : KW_32("+r", c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void start_product(float (&c)[64], const unsigned (&a)[4], unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" KW_NAMES_64
@@ -124,10 +121,6 @@ __device__ __forceinline__ void start_product(float (&c)[32], const unsigned (&a
 __device__ __forceinline__ void start_new_product(int (&c)[64], const unsigned (&a)[4], unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" KW_NAMES_64 "}, {%64, %65, %66, %67}, %68, 0;"
                : KW_32("=r", c, 0), KW_32("=r", c, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void start_new_product(int (&c)[32], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" KW_NAMES_32 "}, {%32, %33, %34, %35}, %36, 0;"
-               : KW_32("=r", c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // Four numbers in fp8 (e4m3), the first in the lowest byte.
