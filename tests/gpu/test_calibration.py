@@ -62,5 +62,5 @@ def test_the_process_in_the_background_keeps_what_it_finds(tmp_path, monkeypatch
     monkeypatch.setattr(KernelCache, "default", lambda: KernelCache(tmp_path))
     assert ways.stored() is None
     env = {**os.environ, "KERNELWRIGHT_CACHE": str(tmp_path)}
-    subprocess.run(background.command(), env=env, check=True, timeout=120)
+    subprocess.run(background.command(), env=env, check=True, timeout=300)
     assert None not in ways.stored().values()
