@@ -27,16 +27,22 @@ BUILD := $(if $(shell command -v nvidia-smi),CUDA,CPU)
 OTHER := .venv-torch-$(TORCH)
 TESTS ?= tests/ops tests/inject tests/calibration
 
-.PHONY: demo test lint pytest test-torch mutants format docs pins dist clean
+.PHONY: demo test lint ruff mypy pytest test-torch mutants format docs pins dist clean
 
 demo: $(READY)
 	$(BIN)/kernelwright demo --save build/demo.png
 
-test: lint pytest
+# mypy has one core to itself while pytest starts
+test: ruff
+	$(MAKE) -j2 mypy pytest
 
-lint: $(READY)
+lint: ruff mypy
+
+ruff: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: $(READY)
 	$(BIN)/mypy
 
 pytest: $(READY)

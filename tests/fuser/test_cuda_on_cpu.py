@@ -8,7 +8,14 @@ import torch.nn.functional as F
 
 from fuser import blocks, cuda_on_cpu
 from fuser.blocks import Small, drawn
-from kernelwright.fuser import cuda_source, interpreter, launching, planning, recording
+from kernelwright.fuser import (
+    cuda_source,
+    interpreter,
+    launching,
+    planning,
+    recording,
+    row_sharing,
+)
 from kernelwright.fuser.eight_bit_rows import READ_IN_EIGHT_BITS, eight_bit_rows
 from kernelwright.fuser.expression import ROUNDED
 from kernelwright.fuser.program import Program
@@ -223,8 +230,8 @@ def test_heads_are_taken_together_and_halves_loaded_once():
     plan = planning.plan(recorded)
     (program,) = (s for s in plan.steps if isinstance(s, Program))
     kernel = launching.Kernels()._kernel(program, launching.layout_of([program], plan.values))
-    assert f"for (int r = 0; r < {cuda_source.TOGETHER[0]}; r++)" in kernel.code
-    assert kernel.extents == [2, 4 // cuda_source.TOGETHER[0], 5]
+    assert f"for (int r = 0; r < {row_sharing.TOGETHER[0]}; r++)" in kernel.code
+    assert kernel.extents == [2, 4 // row_sharing.TOGETHER[0], 5]
     # query, key, weight, each at its own place and at that of its partner; cos and sin
     assert kernel.code.count(".load(") == 8
 

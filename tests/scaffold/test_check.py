@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import kernelwright
 from kernelwright.backends import HOPPER
-from kernelwright.checking import emulator
+from kernelwright.checking import emulator, promises
 from kernelwright.checking.cubins import cubins
 from kernelwright.checking.promises import Promise, close_emulated, gradient
 from kernelwright.cli import app
@@ -34,6 +34,14 @@ def check(name, *options):
     return report, {part["name"]: part for part in report["parts"]}
 
 
+@pytest.fixture
+def without_tracing(monkeypatch):
+    """For kernels that are wrong: torch.compile takes most of the time of a check, and says nothing
+    of numbers."""
+    for promise in ("compiled", "library_op"):
+        monkeypatch.setattr(promises, promise, lambda op, device: None)
+
+
 @pytest.mark.skipif(not NO_GPU, reason="a GPU is here: tests/gpu/test_scaffold.py")
 def test_a_new_kernel_is_good_and_what_could_not_be_seen_is_said(tmp_path):
     created = create("check_new", "triton", "elementwise", tmp_path / "op")
@@ -54,6 +62,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.usefixtures("without_tracing")
 @pytest.mark.skipif(not NO_GPU, reason="kernels are interpreted where there is no GPU")
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_triton_kernel_is_not_good(how, tmp_path):
@@ -68,6 +77,7 @@ def test_a_broken_triton_kernel_is_not_good(how, tmp_path):
     assert not any(f.startswith("torch: ") for f in parts["tests"]["failures"])
 
 
+@pytest.mark.usefixtures("without_tracing")
 def test_a_wrong_chain_example_or_error_is_not_good(tmp_path):
     created = create("check_reference", "cuda", "gated", tmp_path / "op")
     folder = created.root / "src" / "check_reference"
@@ -189,6 +199,7 @@ TWICE = {
 }
 
 
+@pytest.mark.usefixtures("without_tracing")
 @pytest.mark.skipif(not NO_GPU or emulator.problem() is not None, reason="a GPU, or no g++")
 @pytest.mark.parametrize("where", TWICE)
 def test_a_second_rounding_is_not_good_without_an_exact_mode(where, tmp_path):
@@ -203,6 +214,7 @@ def test_a_second_rounding_is_not_good_without_an_exact_mode(where, tmp_path):
     assert all("computes in float32 and rounds once" in f for f in failures)
 
 
+@pytest.mark.usefixtures("without_tracing")
 def test_a_formula_that_is_not_the_derivative_is_named(tmp_path):
     created = create("check_formula", "triton", "gated", tmp_path / "op", backward=True)
     change(created.kernel.with_name("backward.py"), "s * (1 - s)", "s * (2 - s)")

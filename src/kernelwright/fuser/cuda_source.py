@@ -2,16 +2,14 @@
 ATen's order; otherwise values stay in float32 until they are stored, and are summed in any order.
 What is stored and read again in the same program is rounded in between, as if it were read back.
 
-With sums, or eight-bit rows, whose largest element is needed, a row is shared by the threads of a
-`Spread`, and a thread holds vectors of V neighbours; without, each thread has one vector of some
-row. Everything along a row is known when the kernel is compiled; the number of rows and the strides
-between them are arguments, so that one kernel serves every resolution.
+Everything along a row is known when the kernel is compiled; the number of rows and the strides
+between them are arguments, so that one kernel serves every resolution. Which threads have which
+rows is in row_sharing.py, where they find them in cuda_rows.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,32 +17,20 @@ import torch
 
 from ..backends import Unsupported
 from ..backends.cuda import TYPES
-from ..ops.fp8.cuda import row_threads
-from ..ops.gelu.cuda import AHEAD, RESIDENT, TABLE_BLOCK, TABLE_ELEMENTS
-from ..ops.row.order import PLAIN_THREADS
-from .cuda_kernel import ENTRY, Kernel, Tensor, divisor
-from .cuda_steps import GRADIENTS, float_literal, form_of_table, type_name
+from ..ops.gelu.cuda import AHEAD, RESIDENT
+from .cuda_kernel import Kernel, Tensor, divisor
+from .cuda_rows import first_row, head_lines, row_lines
+from .cuda_steps import float_literal, type_name
 from .cuda_values import Values, Vector
 from .eight_bit_rows import EightBitRows, contiguous_strides
-from .expression import Choice, Load, Step, walk
-from .index import Affine, Space
-from .lowering import COMPLEX, Lowered, Shape, Statistics, inside, lowered, operands, statistics_of
+from .expression import Load
+from .index import Affine
+from .lowering import Lowered, Statistics, inside, operands
 from .program import Program, Store
-from .row_layout import Access, RowLayout, widest_vector
-from .row_orders import Orders, scratch_name
+from .row_orders import scratch_name
+from .row_sharing import RowSharing
 
 aten: Any = torch.ops.aten
-
-
-# Registers of a thread that may hold what is loaded before the first sum. More of them leave room
-# for fewer threads: with 64, FLUX.2's rows of 6144 take 64 registers and not 128. Not yet measured.
-EARLY = 64
-# The threads of a block at least, if they share rows.
-ROW_BLOCK = 128
-# How many heads of a token a thread takes, if they divide evenly: they share weights and tables of
-# positions. For FLUX.2's query and key on sm_90, 1, 2 and 4 take 272, 237 and 217 instructions a
-# head and 52, 64 and 94 registers. Not yet measured.
-TOGETHER = (2,)
 
 
 def kernel(program: Program, tensors: Mapping[str, Tensor], exact: bool = True) -> Kernel:
@@ -52,67 +38,21 @@ def kernel(program: Program, tensors: Mapping[str, Tensor], exact: bool = True) 
     return _Emitter(program, tensors, exact).made()
 
 
-@dataclass
-class _Emitter:
-    program: Program
-    tensors: Mapping[str, Tensor]
-    exact: bool
-
-    def __post_init__(self) -> None:
-        self.tensors = {name: t.as_real() for name, t in self.tensors.items()}
-        self.extents = dict(self.program.extents)
-        space = Space(self.extents)
-        self.shape = Shape.of(self.program)
-        self.width = prod(self.extents[n] for n in self.shape.along)
-        self.rows = prod(self.extents[n] for n in self.shape.rows)
-        values = [lowered(s.value, space) for s in self.program.stores]
-        if any(getattr(e, "dtype", None) in COMPLEX for e in inside(values)):
-            raise Unsupported("complex numbers")  # left whole: only their parts have instructions
-        self.stores = list(zip(self.program.stores, values, strict=True))
-        self.statistics = statistics_of(values)
-        self.eight = [EightBitRows.of(s) for s in self.program.stores if s.eight]
-        # whether several threads share a row; otherwise each has one vector of it
-        self.by_row = bool(self.statistics or self.eight)
-        size = min((s.dtype.itemsize for s in self.program.stores), default=4)
-        self.V = widest_vector(self.shape, self.extents, size)
-        self.threads = self.width // self.V
-        self.orders: dict[Statistics, str] = {}
-        if self.statistics:
-            self.order = Orders(self.width, self.rows, self.V, self.exact)
-            self.orders = {s: self.order.of(s).norm for s in self.statistics}
-            self.threads, self.V = self.order.threads_of(self.statistics)
-        elif self.eight:
-            self.threads = row_threads(self.width, gated=len(self.program.loads) > 1)
-        self.block = PLAIN_THREADS
-        if self.by_row:
-            self.block = max(ROW_BLOCK, self.threads)
-            self.block -= self.block % self.threads
-        self.tables = self._tables()
-        if self.tables:
-            self.block = TABLE_BLOCK
-        self.apart = self.threads * self.V if self.by_row else 0
-        self.per_thread = -(-self.width // self.apart) if self.by_row else 1
-        self.layout = RowLayout(self.shape, self.extents, self.V, self.apart)
-        for e in inside(values):  # loads before stores
-            if isinstance(e, Load):
-                self.layout.address(e.source, self.tensors[e.source].strides, e.index, e.dtype)
-        # a variable of which a thread takes several rows
-        self.by, self.together = "", 1
-
+class _Emitter(RowSharing):
     def made(self) -> Kernel:
         # the first time tells what is loaded, and so what there is room for
         vectors = self._written(frozenset())[0].vectors
-        self.by, self.together = self._several([v.access for v, _ in vectors.values()])
-        v, body = self._written(self._late(vectors))
+        self.take_several_rows([v.access for v, _ in vectors.values()])
+        v, body = self._written(self.late(vectors))
         pointers = sorted(self.layout.accesses.values(), key=lambda a: a.number)
         strides = [s * access.dtype.itemsize for access in pointers for s in access.strides or [0]]
         wide = any(not 0 <= s < 2**32 for s in strides)
-        extents = [self.extents[n] // self._taken(n) for n in self.shape.rows]
+        extents = self.extents_of_rows
         divisors = [number for e in extents or [1] for number in divisor(e)]
-        row = self._row(pointers, extents)
+        head, row = head_lines(self, len(pointers), wide), row_lines(self, pointers)
         body = self._looked_up(v, row, body) if self.tables else [*row, *body]
         return Kernel(
-            "\n".join([*self._head(len(pointers), max(len(extents), 1), wide), *body, "}", ""]),
+            "\n".join([*head, *body, "}", ""]),
             self.block,
             self.threads,
             [(a.name, a.constant) for a in pointers],
@@ -123,44 +63,6 @@ class _Emitter:
             *((RESIDENT, AHEAD) if self.tables else ()),
         )
 
-    def _tables(self) -> dict[str, str]:
-        """Functions of bfloat16 that are looked up in a table, which a block computes once."""
-        total = self.rows * self.width
-        if self.by_row or not self.exact or not TABLE_ELEMENTS <= total < self.V << 30:
-            return {}
-        found = (form_of_table(e) for e in inside([v for _, v in self.stores]))
-        return {form: f"table{i}" for i, form in enumerate(dict.fromkeys(filter(None, found)))}
-
-    def _taken(self, name: str) -> int:
-        return self.together if name == self.by else 1
-
-    # what is loaded when
-
-    def _several(self, loaded: list[Access]) -> tuple[str, int]:
-        """A variable of which a thread takes several rows, and how many: the one along which most
-        tables of positions stay the same. Only where a row is one vector of few threads."""
-        if not self.statistics or self.eight or self.per_thread > 1 or self.threads > 16:
-            return "", 1
-        best, most = "", 0
-        chosen = {e.name for e in inside([v for _, v in self.stores]) if isinstance(e, Choice)}
-        for i, name in enumerate(self.shape.rows):
-            same = sum(any(a.strides) and not a.strides[i] for a in loaded)
-            divides = any(self.extents[name] % n == 0 for n in TOGETHER)
-            if same and same >= most and divides and name not in chosen:
-                best, most = name, same
-        if not best:
-            return "", 1
-        return best, next(n for n in TOGETHER if self.extents[best] % n == 0)
-
-    def _late(self, vectors: Mapping[int, tuple[Vector, int]]) -> frozenset[int]:
-        """Vectors that are loaded where they are used: those after the first sums, if all would
-        take too many registers."""
-        sizes = [self.V * v.dtype.itemsize // 4 * self.per_thread for v, _ in vectors.values()]
-        later = [n for n, (_, level) in vectors.items() if level]
-        return frozenset(later) if sum(sizes) > EARLY else frozenset()
-
-    # the body
-
     def _written(self, late: frozenset[int]) -> tuple[Values, list[str]]:
         v = Values(
             self.exact,
@@ -170,7 +72,7 @@ class _Emitter:
             {name: t.strides for name, t in self.tensors.items()},
             late,
             vector_index="[k]" if self.by_row else "",
-            row_index=(lambda a: "[r]" if self._differs(a) or self.tables else ""),
+            row_index=(lambda a: "[r]" if self.differs(a) or self.tables else ""),
             tables=self.tables,
             rounds=self._rounded(),
         )
@@ -189,18 +91,18 @@ class _Emitter:
             return v, body
         early = self._early(v)
         declared = [self._declared(x) for x in early]
-        shared = [x for x in early if not self._differs(x.access)]
+        shared = [x for x in early if not self.differs(x.access)]
         loads = [*declared, *self._loads(v, shared)]
         if not self.by:
             return v, [*loads, *body]
         variable = self.shape.rows.index(self.by)
         each_row = ["#pragma unroll", f"  for (int r = 0; r < {self.together}; r++) {{"]
         for a in self.layout.accesses.values():
-            if self._differs(a):
+            if self.differs(a):
                 kind, step = type_name(a.dtype), f"(Bytes)r * a.strides[{a.number}][{variable}]"
                 address = f"({kind}*)((char*)begin{a.number} + {step})"
                 each_row.append(f"  {kind}* const p{a.number} = {address};")
-        apart = [x for x in early if self._differs(x.access)]
+        apart = [x for x in early if self.differs(x.access)]
         first = [*each_row, *self._loads(v, apart), "  }"]
         return v, [*loads, *first, *each_row, *body, "  }"]
 
@@ -238,7 +140,7 @@ class _Emitter:
         ]
 
     def _declared(self, x: Vector) -> str:
-        rows = f"[{self.together}]" if self._differs(x.access) else ""
+        rows = f"[{self.together}]" if self.differs(x.access) else ""
         rows = f"[{AHEAD}]" if self.tables else rows
         vectors = "[S::K]" if self.by_row else ""
         return f"  Vec<{type_name(x.dtype)}, {self.V}> v{x.access.number}{rows}{vectors};"
@@ -361,102 +263,12 @@ class _Emitter:
         pointers = []
         for (name, shape, dtype), at in zip(EightBitRows.of(store).parts(), places, strict=True):
             access, _ = self.layout.address(name, contiguous_strides(shape), at, dtype)
-            pointers.append(self._begin(access))
+            pointers.append(first_row(self, access))
         row = _row(store)
         return [
             f"  __shared__ float largest_{row}[{-(-self.block // 32)}];",
             f"  write_eight<S>([&](int k, int i) {{ return {row}[k].get(i); }}, live, "
             f"{', '.join(pointers)}, largest_{row});",
-        ]
-
-    # the head
-
-    def _head(self, count: int, variables: int, wide: bool) -> list[str]:
-        return [
-            '#include "ops/row/norms.cuh"',
-            '#include "ops/gelu/cuda.cuh"',
-            *(['#include "ops/row/eight.cuh"'] if self.eight else []),
-            *(['#include "fuser/gradients.cuh"'] if self._has_gradients() else []),
-            "using namespace kernelwright;",
-            f"using Bytes = {'i64' if wide else 'unsigned long long'};",
-            f"struct Args {{ void* at[{count}]; {'i64' if wide else 'unsigned'} "
-            f"strides[{count}][{variables}]; Divisor extents[{variables}]; unsigned count; }};",
-            f'extern "C" __global__ void __launch_bounds__({self.block})',
-            f"{ENTRY}(const __grid_constant__ Args a) {{",
-        ]
-
-    def _has_gradients(self) -> bool:
-        steps = (e for e in walk(*(s.value for s in self.program.stores)) if isinstance(e, Step))
-        return any(getattr(e.op, "overloadpacket", e.op) in GRADIENTS for e in steps)
-
-    def _row(self, pointers: list[Access], extents: list[int]) -> list[str]:
-        """Where the row of a thread lies."""
-        lines = self._row_of_many() if self.by_row else self._row_of_one()
-        for i in reversed(range(len(extents))):
-            name = self.shape.rows[i]
-            times = f" * {self.together}" if name == self.by else ""
-            if extents[i] == 1:
-                lines.append(f"  const unsigned {name} = 0;")
-            elif i:
-                lines.append(f"  const unsigned above{i} = a.extents[{i}].into(row);")
-                inside = f"row - above{i} * a.extents[{i}].size"
-                lines.append(f"  const unsigned {name} = ({inside}){times};")
-                lines.append(f"  row = above{i};")
-            else:
-                lines.append(f"  const unsigned {name} = row{times};")
-        for access in pointers:
-            steps = [
-                f" + (Bytes){name} * a.strides[{access.number}][{i}]"
-                for i, name in enumerate(self.shape.rows)
-                if access.strides[i]
-            ]
-            kind, begin = self._type(access), self._begin(access)
-            address = f"(char*)a.at[{access.number}]{''.join(steps)}"
-            lines.append(f"  {kind}* const {begin} = ({kind}*)({address});")
-        for n in dict.fromkeys(self.orders.values()):
-            floats = f"Scratch<{n}, S, {self.block}>::FLOATS"
-            lines.append(f"  __shared__ float {scratch_name(n)}[{floats}];")
-        return lines
-
-    def _type(self, access: Access) -> str:
-        eight = any(access.name == made.rows for made in self.eight)
-        return "unsigned char" if eight else type_name(access.dtype)
-
-    def _begin(self, access: Access) -> str:
-        """The pointer to the first row of a thread."""
-        return f"begin{access.number}" if self._differs(access) else f"p{access.number}"
-
-    def _differs(self, access: Access) -> bool:
-        """Whether the rows of a thread are at different places."""
-        return bool(self.by and access.strides[self.shape.rows.index(self.by)])
-
-    def _row_of_many(self) -> list[str]:
-        """Which row a thread takes part in, and where its first vector begins."""
-        rows = self.block // self.threads
-        if rows == 1:
-            number = ["  unsigned row = blockIdx.x;", "  constexpr bool live = true;"]
-        else:
-            number = [
-                f"  const unsigned number = blockIdx.x * {rows} + threadIdx.x / {self.threads};",
-                "  const bool live = number < a.count;",
-                "  unsigned row = live ? number : a.count - 1;",
-            ]
-        return [
-            f"  using S = Spread<{self.width}, {self.V}, {self.threads}>;",
-            *number,
-            f"  const unsigned first = S::thread() * {self.V};",
-        ]
-
-    def _row_of_one(self) -> list[str]:
-        """Which vector of which row a thread has."""
-        many = self.rows * self.threads >= 2**31
-        kind = "unsigned long long" if many else "unsigned"
-        number = [f"  const {kind} number = ({kind})blockIdx.x * {self.block} + threadIdx.x;"]
-        return [
-            *([] if self.tables else number),
-            f"  unsigned row = unsigned(number / {self.threads});",
-            *([] if self.tables else ["  if (row >= a.count) return;"]),
-            f"  const unsigned first = unsigned(number % {self.threads}) * {self.V};",
         ]
 
 
