@@ -67,7 +67,10 @@ class Fp8Attention:
             return None
         try:
             result = fp8_attention(query, key, value, scale)
-        except ValueError:  # no kernel for this layout
+        except ValueError as no:  # no kernel for these operands
+            if good is None:
+                self._keep(place, False)
+                self._report(self._site(), query, f"stays in 16 bits: {no}", None)
             return None
         return result if good else self._first_sight(place, query, result, in_16_bits())
 
@@ -98,14 +101,21 @@ class Fp8Attention:
             return expected  # zeros and NaN prove nothing: compare again at the next call
         error = accuracy.error(result, expected)
         good = error <= LIMIT
+        self._keep(place, good)
+        why = f"off by {error:.1%} in eight bits" if math.isfinite(error) else "not finite"
+        problem = None if good else f"stays in 16 bits: {why}"
+        self._report(self._site(), query, problem, error)
+        return result if good else expected
+
+    def _keep(self, place: Any, good: bool) -> None:
         if len(self._verdicts) >= MAX_VERDICTS:  # a service that keeps getting new sizes
             self._verdicts.clear()
         self._verdicts[place] = good
-        why = f"off by {error:.1%} in eight bits" if math.isfinite(error) else "not finite"
+
+    def _site(self) -> str:
+        """The attention of the module that runs now, in words."""
         owner = next((n for m, n in self.findings.names.items() if id(m) == mode.owner), "a module")
-        problem = None if good else f"stays in 16 bits: {why}"
-        self._report(f"{owner}, attention", query, problem, error)
-        return result if good else expected
+        return f"{owner}, attention"
 
     def _report(self, name: str, query: Tensor, problem: str | None, error: float | None) -> None:
         """Add a finding; warn if attention stays in 16 bits."""
