@@ -32,7 +32,7 @@ TESTS ?= tests/ops tests/inject tests/calibration
 demo: $(READY)
 	$(BIN)/kernelwright demo --save build/demo.png
 
-# mypy has one core to itself while pytest starts
+# mypy runs while the workers of pytest start and collect
 test: ruff
 	$(MAKE) -j2 mypy pytest
 

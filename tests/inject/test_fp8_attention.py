@@ -111,6 +111,25 @@ def test_operands_without_a_kernel_are_named_once(monkeypatch):
     assert [f for f in report.problems if f.kind == "attention"] == found
 
 
+@pytest.mark.filterwarnings("ignore:.*no kernel for float32:UserWarning")
+def test_another_dtype_is_asked_anew(monkeypatch):
+    def in_16_bits(query, *others):
+        if query.dtype == torch.float32:
+            raise ValueError("no kernel for float32")
+        return emulated(query, *others)
+
+    monkeypatch.setattr(attention, "fp8_attention", in_16_bits)
+    model, inputs = built("flux-dev")
+    report = kw.inject(model, numerics="fp8")
+    calls.clear()
+    run(model, inputs)
+    assert not calls
+    assert report.problems
+    model.to(torch.bfloat16)
+    run(model, models.inputs("flux-dev", tiny=True, dtype=torch.bfloat16))
+    assert calls
+
+
 def test_text_and_masks_stay_in_16_bits(monkeypatch):
     model, inputs = built("ltx-video")
     kw.inject(model, numerics="fp8")

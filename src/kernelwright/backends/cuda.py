@@ -29,8 +29,8 @@ OPTIONS = ("std=c++17",)
 # names that also resolve outside the namespace kernelwright
 TYPES = {torch.float16: "half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _building: dict[str, threading.Lock] = {}  # of kernels that are being compiled
-# A thread that imports cuda.core while another one is at it gets an unfinished module: it replaces
-# its own __spec__, by which Python would know (cuda-core 1.2.2).
+# While it is imported, cuda.core replaces its own __spec__, by which Python tells that a module is
+# not ready: another thread would get it unfinished (cuda-core 1.2.2).
 _importing = threading.Lock()
 
 

@@ -42,16 +42,16 @@ struct Running {
   float most[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f}, decay[2];
 };
 
-// 2 ** x for the scores of a row, where x falls by `factor` from one score to the next smaller one: its bits as a float
-// fall by the same number, so between powers of two it is a straight line.
+// 2 ** x for the integer scores of a row, where x is linear in the score. Read as an integer, a float is its exponent and
+// then its mantissa: if between powers of two the mantissa may be linear in x, the whole is one multiply-add.
 struct Line {
-  int least;  // of the scores that are told apart
+  int least;  // smaller scores count as this one
   unsigned slope, offset;
 
   __device__ __forceinline__ Line(int largest, float x_of_largest, float factor) {
     constexpr float ONE = 1 << 23, BIAS = 127.f;
-    constexpr float DEPTH = 60.f;  // 2 ** -60 is nothing beside the largest of a row; twice that is not below floats
-    constexpr float MOST = 1 << 24;  // more than scores lie apart
+    constexpr float DEPTH = 60.f;  // 2 ** -60 is nothing beside the largest of a row, and 2 ** -120 still a float
+    constexpr float MOST = 1 << 24;  // two scores differ by less
     factor = fminf(factor, DEPTH);
     slope = __float2int_rn(factor * ONE);
     least = largest - __float2int_rz(fminf(__fdividef(DEPTH + 1.f, factor), MOST));
