@@ -19,7 +19,7 @@ from kernelwright.ops.attention import custom_kernels, launch
 from kernelwright.ops.channel_norm import CHANNEL_NORM
 from kernelwright.ops.fp8 import QUANTIZE
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
-from kernelwright.ops.fp8_attention import MEAN, QUANTIZE_QKV
+from kernelwright.ops.fp8_attention import MEAN, QUANTIZE_KV
 from kernelwright.ops.op import Op
 from kernelwright.ops.plan import Call
 
@@ -89,7 +89,7 @@ def before_attention_in_eight_bits(arch: str) -> list[Kernel]:
     found = []
     for dim in (64, 128):
         x = torch.empty(1, 2, 1000, dim, dtype=torch.bfloat16, device="meta")
-        calls = [(MEAN, (x,)), (QUANTIZE_QKV, (x, x, x, *MEAN.allocate(x), 0.125))]
+        calls = [(MEAN, (x,)), (QUANTIZE_KV, (x, x, *MEAN.allocate(x)))]
         found += [planned(arch, op, arguments) for op, arguments in calls]
     return found
 

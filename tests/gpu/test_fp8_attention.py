@@ -8,7 +8,7 @@ import kernelwright as kw
 from kernelwright import models
 from kernelwright.inject.fp8 import attention, suitable_layers
 from kernelwright.inject.verify import accuracy
-from kernelwright.ops.fp8_attention import FP8_ATTENTION, MEAN, QUANTIZE_QKV, fp8_attention
+from kernelwright.ops.fp8_attention import FP8_ATTENTION, MEAN, QUANTIZE_KV, fp8_attention
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -35,22 +35,20 @@ def test_kernels_compute_what_the_reference_does(queries, keys, dim):
     query, key, value = heads(queries, keys, dim)
     mean = MEAN(key, backend="triton")
     torch.testing.assert_close(mean, MEAN(key, backend="torch"), rtol=1e-4, atol=1e-3)
-    operands = query, key, value, mean, dim**-0.5
-    eight = QUANTIZE_QKV(*operands, backend="triton")
-    by_ops = QUANTIZE_QKV(*operands, backend="torch")
-    for a, b in zip(eight[:3], by_ops[:3], strict=True):
+    eight = QUANTIZE_KV(key, value, mean, backend="triton")
+    by_ops = QUANTIZE_KV(key, value, mean, backend="torch")
+    for a, b in zip(eight[:2], by_ops[:2], strict=True):
         assert a.is_contiguous()
         assert (a.float() != b.float()).float().mean() < 0.01
-    for a, b in zip(eight[3:], by_ops[3:], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=0)
-    got = FP8_ATTENTION(*eight, query, keys, backend="cuda")
-    assert torch.equal(got, FP8_ATTENTION(*eight, query, keys, backend="cuda"))
+    torch.testing.assert_close(eight[2], by_ops[2], rtol=1e-4, atol=0)
+    operands = query, *eight, keys, dim**-0.5
+    got = FP8_ATTENTION(*operands, backend="cuda")
+    assert torch.equal(got, FP8_ATTENTION(*operands, backend="cuda"))
     assert got.transpose(1, 2).is_contiguous()
     if queries * keys < 2**22:  # the reference holds all scores
-        wanted = FP8_ATTENTION(*eight, query, keys, backend="torch")
-        # scores that differ in their last bits, and factors of scores that are rounded, round a few
-        # probabilities to the other side, a sixteenth away
-        assert accuracy.error(got, wanted) < 0.008
+        wanted = FP8_ATTENTION(*operands, backend="torch")
+        # tensor cores keep fewer bits of a sum than float32 has
+        assert accuracy.error(got, wanted) < 0.003
     truth = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
     assert accuracy.error(got, truth) <= 0.047
 

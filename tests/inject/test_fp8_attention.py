@@ -33,8 +33,8 @@ def emulated(query, key, value, scale=None):
 
     calls.append(query.shape)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    eight = reference.quantize(query, key, value, reference.mean(key), scale)
-    return reference.attention(*eight, query, key.shape[2])
+    eight = reference.quantize(key, value, reference.mean(key))
+    return reference.attention(query, *eight, key.shape[2], scale)
 
 
 def built(name):

@@ -23,6 +23,7 @@
 #define __fdividef(a, b) ((a) / (b))
 #define __float2int_rn(x) ((int)rintf(x))
 #define __float2int_rz(x) ((int)(x))
+#define __float2int_ru(x) ((int)ceilf(x))
 using std::isinf;
 using std::isnan;
 static struct Index { unsigned x = 0, y = 0, z = 0; } threadIdx, blockIdx;
@@ -56,6 +57,7 @@ static bool __any_sync(unsigned, bool v) {
   __syncthreads();
   return any;
 }
+static bool __all_sync(unsigned all, bool v) { return !__any_sync(all, !v); }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
 from ..row.call import check_fp8
-from .reference import ROWS
+from .reference import LOG2E, ROWS
 
 if TYPE_CHECKING:
     from ..plan import Call
@@ -30,8 +30,10 @@ def plan_attention(call: Call) -> CudaLaunch:
     check_fp8(call)
     query, out = call["query"], call["out"]
     batch, heads, queries, dim = query.shape
-    if out.stride(3) != 1 or out.dtype.itemsize != 2:
+    if query.dtype.itemsize != 2 or out.stride(3) != 1:
         raise Unsupported("a result that is not written in pairs of 16 bits")
+    if call.alignment % 8 or query.stride(3) != 1 or any(s % 4 for s in query.stride()[:3]):
+        raise Unsupported("queries that cannot be read four at once")
     groups, registers = SHAPES[dim]
     blocks = -(-queries // (groups * QUERIES))  # of a head
     return CudaLaunch(
@@ -41,9 +43,12 @@ def plan_attention(call: Call) -> CudaLaunch:
         arguments="kernelwright::EightArgs",
         grid=blocks * batch * heads,
         block=(groups + 1) * 128,
-        pointers=("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "out"),
-        layout="3q4i",
-        scalars=(*out.stride()[:3], queries, call["keys"], heads, blocks),
+        pointers=("query", "k8", "v8", "scales", "out"),
+        layout="6q4if",
+        scalars=(
+            *(*query.stride()[:3], *out.stride()[:3], queries, call["keys"], heads, blocks),
+            call["scale"] * LOG2E,
+        ),
         resident=1,
         # tiles of keys and values, and a sum in float32 of each result
         shared=2 * STAGES * ROWS * dim + groups * QUERIES * dim * 4 + BARRIERS,

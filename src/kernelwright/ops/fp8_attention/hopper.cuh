@@ -72,6 +72,10 @@ struct Operand {
   __device__ __forceinline__ unsigned long long step(int k) const { return descriptor + k * (2 * BLOCK >> 4); }
 };
 
+// Warpgroups take turns: one waits for its turn, which another gives it.
+__device__ __forceinline__ void wait_for_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void give_turn_to(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory"); }
+
 __device__ __forceinline__ void before_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most N groups of products are under way.

@@ -15,6 +15,7 @@ SAMPLE = 256  # keys whose mean is taken off all of them
 LOG2E = math.log2(math.e)
 # probabilities are multiplied by it before they are rounded: the largest becomes 2 ** 8
 SHIFT = 8
+LEAST_LOG = -100  # scales of values are at least 2 to this power: a float, as is 1 / scale
 
 
 def padded(tokens: int) -> int:
@@ -31,48 +32,48 @@ def mean(key: Tensor) -> Tensor:
     return key[:, :, chosen].float().mean(2)
 
 
-def quantize(
-    query: Tensor, key: Tensor, value: Tensor, mean: Tensor, scale: float
-) -> tuple[Tensor, ...]:
-    """Query as int8 [B, H, padded, D], key as int8 and value as fp8, transposed, in tiles
-    [B, H, tiles, ROWS * D]; scales of query by row, with `scale` and log2(e), of key and value by
-    tile. `mean` is taken off the keys."""
-    q = _rows(query.float(), padded(query.shape[2]))
+def quantize(key: Tensor, value: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
+    """Key as int8 and value as fp8, transposed, in tiles [B, H, tiles, ROWS * D]; and of each tile
+    the scales of key and value, the length of its longest key, and 0. `mean` is taken off the
+    keys."""
     k = _rows(key.float() - mean[:, :, None], padded(key.shape[2])).unflatten(2, (-1, ROWS))
     v = _rows(value.float(), padded(key.shape[2])).unflatten(2, (-1, ROWS))
-    q8, q_scale = _integers(q, q.abs().amax(3, keepdim=True))
+    length = k.norm(dim=4).amax(3)
     k8, k_scale = _integers(k, k.abs().amax((3, 4), keepdim=True))
     v8, v_scale = _eight(v, v.abs().amax((3, 4), keepdim=True))
     return (
-        *(q8, as_tiles(in_kernel_order(k8)), as_tiles(v8.transpose(3, 4))),
-        *(q_scale[..., 0] * (scale * LOG2E), k_scale[..., 0, 0], v_scale[..., 0, 0]),
+        as_tiles(in_kernel_order(k8)),
+        as_tiles(v8.transpose(3, 4)),
+        torch.stack(
+            [k_scale[..., 0, 0], v_scale[..., 0, 0], length, torch.zeros_like(length)], dim=-1
+        ),
     )
 
 
 def attention(
-    q8: Tensor,
+    query: Tensor,
     k8: Tensor,
     v8: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    query: Tensor,
+    scales: Tensor,
     keys: int,
+    scale: float,
 ) -> Tensor:
-    """softmax(q8 · k8ᵀ) · v8 with these scales: [B, H, Sq, E] in the dtype of `query`, of which
-    only dtype and number of rows are read. Probabilities are rounded to fp8, relative to a power of
-    two, so that the order in which keys are met does not matter; they are rounded with the scale of
+    """softmax(query · scale · k8ᵀ) · v8 with the scales of tiles: [B, H, Sq, E]. Queries are
+    rounded to int8, with a scale for each. Probabilities are rounded to fp8, relative to a power of
+    two, so that the order in which keys are met hardly matters; they are rounded with the scale of
     their value, so that tiles can be added. Before that they are off by up to 6%: see power."""
+    q = query.float()
+    q8, q_scale = _integers(q, q.abs().amax(3, keepdim=True))
     k = in_order_of_keys(of_tiles(k8, ROWS)).flatten(2, 3)
     v = of_tiles(v8, k.shape[3]).transpose(3, 4).flatten(2, 3)
-    of_k, of_v = (s.repeat_interleave(ROWS, 2)[:, :, None, :keys] for s in (k_scale, v_scale))
-    scores = (q8.float() @ k.float().transpose(2, 3) * q_scale[..., None])[..., :keys]
-    scores = scores * of_k + of_v.log2()
+    of_k, of_v, *_ = scales.repeat_interleave(ROWS, 2)[:, :, None, :keys].unbind(-1)
+    scores = (q8.float() @ k.float().transpose(2, 3))[..., :keys]
+    scores = scores * _in_steps(q_scale * (scale * LOG2E) * of_k) + of_v.log2()
     p = power(scores - scores.amax(3, keepdim=True).ceil() + SHIFT)
     y = p.to(DTYPE).float() @ v.float()[:, :, :keys]
     y = y / (p / of_v).sum(3, keepdim=True)
-    y = y[:, :, : query.shape[2]].to(query.dtype)
-    return y.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a token lie together
+    # heads of a token lie together
+    return y.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def power(x: Tensor) -> Tensor:
@@ -81,6 +82,12 @@ def power(x: Tensor) -> Tensor:
     kernel's time, the error of attention is 3.9% instead of 4.3%."""
     whole = x.floor()
     return whole.exp2() * (1 + x - whole)
+
+
+def _in_steps(factor: Tensor) -> Tensor:
+    """Factors of scores in steps of 2 ** -23, the last bit of a float between 1 and 2: the kernel
+    makes powers of integer scores out of integers. What is not finite becomes NaN."""
+    return (factor * 2.0**23).round().clamp(1, 60 * 2.0**23) * 2.0**-23 + 0 * factor
 
 
 def in_kernel_order(keys: Tensor) -> Tensor:
@@ -116,11 +123,11 @@ def _rows(t: Tensor, length: int) -> Tensor:
 def _integers(t: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.where(largest == 0, LARGEST_INT, largest)
     scaled = (t * (largest.reciprocal() * LARGEST_INT)).contiguous()
-    return (scaled + 0.5).floor().to(torch.int8), largest * (1 / LARGEST_INT)
+    return scaled.round().to(torch.int8), largest * (1 / LARGEST_INT)
 
 
 def _eight(t: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """With scales that are powers of two: they do not move where probabilities are rounded."""
     largest = torch.where(largest == 0, LARGEST, largest)
-    scale = (largest * (1 / LARGEST)).log2().ceil().exp2()
+    scale = (largest * (1 / LARGEST)).log2().ceil().clamp(min=LEAST_LOG).exp2()
     return (t * scale.reciprocal()).to(DTYPE), scale

@@ -1,5 +1,5 @@
-"""What attention in eight bits reads, made in Triton: the mean of some keys, then query, key and
-value in eight bits, padded to whole tiles.
+"""What attention in eight bits reads, made in Triton: the mean of some keys, then key and value in
+eight bits, padded to whole tiles.
 
 Tensor cores want the summed dimension contiguous: keys have it so, values are stored transposed.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ROWS = tl.constexpr(reference.ROWS)
 LARGEST_INT = tl.constexpr(reference.LARGEST_INT)
 LARGEST = tl.constexpr(reference.LARGEST)
+LEAST_LOG = tl.constexpr(reference.LEAST_LOG)
 
 
 @triton.jit
@@ -34,7 +35,8 @@ def int8_scales(b_largest):
 
 @triton.jit
 def int8(b):
-    return tl.floor(b + 0.5).to(tl.int8)
+    # the last bit of so large a float counts 1: a sum with it is rounded to an integer, as by rint
+    return (b + 12582912.0 - 12582912.0).to(tl.int8)
 
 
 @triton.jit
@@ -54,25 +56,21 @@ def mean_kernel(key, mean, keys, heads, key_b, key_h, key_s, D: tl.constexpr, SA
     tl.store(mean + i_bh * D + o_d, tl.sum(b_k, 0) / SAMPLE)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "heads", "scale"])
-def quantize_qkv_kernel(
-    query,
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=["keys", "heads"])
+def quantize_kv_kernel(
     key,
     value,
     mean,
-    q8,
     k8,
     v8,
-    q_scale,
-    k_scale,
-    v_scale,
-    queries,
+    scales,
     keys,
     heads,
-    scale,
-    query_b,
-    query_h,
-    query_s,
     key_b,
     key_h,
     key_s,
@@ -81,7 +79,7 @@ def quantize_qkv_kernel(
     value_s,
     D: tl.constexpr,
 ):
-    """ROWS rows of query, key or value of one head."""
+    """ROWS rows of key or value of one head. A row that is not finite gives a scale that is not."""
     i_s = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
@@ -89,39 +87,31 @@ def quantize_qkv_kernel(
     o_d = tl.arange(0, D)[None, :]
     o_j = tl.arange(0, ROWS)
     o_row = (i_s * ROWS + o_j).to(tl.int64)[:, None]
-    n_q = tl.cdiv(queries, ROWS)
-    n_k = tl.cdiv(keys, ROWS)
-    i_tile = i_bh * n_k + i_s
+    i_tile = i_bh * tl.cdiv(keys, ROWS) + i_s
     if tl.program_id(2) == 0:
-        if i_s < n_q:
-            p_x = query + i_b * query_b + i_h * query_h + o_row * query_s + o_d
-            b_x = tl.load(p_x, mask=o_row < queries, other=0.0).to(tl.float32)
-            b_in, b_out = int8_scales(tl.max(tl.abs(b_x), 1))
-            tl.store(q8 + (i_bh * n_q * ROWS + o_row) * D + o_d, int8(b_x * b_in[:, None]))
-            tl.store(q_scale + (i_bh * n_q + i_s) * ROWS + o_j, b_out * scale)
-    elif tl.program_id(2) == 1:
-        if i_s < n_k:
-            p_x = key + i_b * key_b + i_h * key_h + o_row * key_s + o_d
-            b_x = tl.load(p_x, mask=o_row < keys, other=0.0).to(tl.float32)
-            b_x = tl.where(o_row < keys, b_x - tl.load(mean + i_bh * D + o_d), 0.0)
-            b_in, b_out = int8_scales(tl.max(tl.abs(b_x)))
-            # of 16 keys, in pairs, first the even pairs: see reference.in_kernel_order
-            o_16 = o_j % 16
-            o_y = (o_j - o_16 + o_16 // 2 % 2 * 8 + o_16 // 4 * 2 + o_16 % 2)[:, None]
-            tl.store(k8 + i_tile * ROWS * D + in_tile(o_y, o_d, D), int8(b_x * b_in))
-            tl.store(k_scale + i_tile, b_out)
+        p_x = key + i_b * key_b + i_h * key_h + o_row * key_s + o_d
+        b_x = tl.load(p_x, mask=o_row < keys, other=0.0).to(tl.float32)
+        b_x = tl.where(o_row < keys, b_x - tl.load(mean + i_bh * D + o_d), 0.0)
+        b_in, b_out = int8_scales(tl.reduce(tl.abs(b_x), None, larger))
+        # of 16 keys, in pairs, first the even pairs: see reference.in_kernel_order
+        o_16 = o_j % 16
+        o_y = (o_j - o_16 + o_16 // 2 % 2 * 8 + o_16 // 4 * 2 + o_16 % 2)[:, None]
+        tl.store(k8 + i_tile * ROWS * D + in_tile(o_y, o_d, D), int8(b_x * b_in))
+        tl.store(scales + 4 * i_tile, b_out)
+        tl.store(scales + 4 * i_tile + 2, tl.sqrt(tl.max(tl.sum(b_x * b_x, 1))))
     else:
-        if i_s < n_k:
-            p_x = value + i_b * value_b + i_h * value_h + o_row * value_s + o_d
-            b_x = tl.load(p_x, mask=o_row < keys, other=0.0).to(tl.float32)
-            b_most = tl.max(tl.abs(b_x))
-            b_most = tl.where(b_most == 0.0, LARGEST, b_most)
-            # a power of two: see reference
-            b_out = tl.exp2(tl.ceil(tl.log2(b_most * (1.0 / LARGEST))))
-            b_y = tl.trans((b_x * (1.0 / b_out)).to(v8.dtype.element_ty))
-            o_y = in_tile(tl.arange(0, D)[:, None], o_j[None, :], ROWS)
-            tl.store(v8 + i_tile * ROWS * D + o_y, b_y)
-            tl.store(v_scale + i_tile, b_out)
+        p_x = value + i_b * value_b + i_h * value_h + o_row * value_s + o_d
+        b_x = tl.load(p_x, mask=o_row < keys, other=0.0).to(tl.float32)
+        b_most = tl.reduce(tl.abs(b_x), None, larger)
+        b_most = tl.where(b_most == 0.0, LARGEST, b_most)
+        # a power of two: see reference
+        b_log = tl.ceil(tl.log2(b_most * (1.0 / LARGEST)))
+        b_out = tl.exp2(tl.maximum(b_log, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL))
+        b_y = tl.trans((b_x * (1.0 / b_out)).to(v8.dtype.element_ty))
+        o_t = in_tile(tl.arange(0, D)[:, None], o_j[None, :], ROWS)
+        tl.store(v8 + i_tile * ROWS * D + o_t, b_y)
+        tl.store(scales + 4 * i_tile + 1, b_out)
+        tl.store(scales + 4 * i_tile + 3, 0.0)
 
 
 def _strides(*tensors: Any) -> tuple[int, ...]:
@@ -158,20 +148,13 @@ def plan_mean(call: Call) -> TritonLaunch:
 
 def plan_quantize(call: Call) -> TritonLaunch:
     _check(call)
-    query, key, value = call["query"], call["key"], call["value"]
-    batch, heads, queries, dim = query.shape
-    keys = key.shape[2]
+    key, value = call["key"], call["value"]
+    batch, heads, keys, dim = key.shape
     return TritonLaunch(
-        kernel=quantize_qkv_kernel,
-        grid=(-(-max(queries, keys) // reference.ROWS), batch * heads, 3),
-        pointers=(
-            *("query", "key", "value", "mean"),
-            *("q8", "k8", "v8", "q_scale", "k_scale", "v_scale"),
-        ),
-        scalars=(
-            *(queries, keys, heads, call["scale"] * reference.LOG2E),
-            *_strides(query, key, value),
-        ),
+        kernel=quantize_kv_kernel,
+        grid=(-(-keys // reference.ROWS), batch * heads, 2),
+        pointers=("key", "value", "mean", "k8", "v8", "scales"),
+        scalars=(keys, heads, *_strides(key, value)),
         constants={"D": dim},
         num_warps=8,
         alignment=min(16, call.alignment),
