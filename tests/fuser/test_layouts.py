@@ -68,6 +68,22 @@ def test_a_result_that_only_programs_read_stays_in_rows():
     assert not any(target == "add" for _, target in copies(plan))
 
 
+def test_complex_numbers_are_read_where_they_lie():
+    """Kernels read them in pairs, and have no copy of them."""
+    angles = drawn(1, 48, 32, dtype=torch.float32)
+    turned = torch.polar(torch.ones_like(angles), angles)
+    x = drawn(1, 32, 2, 48, dtype=torch.float32).permute(0, 3, 1, 2)  # tokens next to each other
+
+    def forward(x, turned):
+        pairs = torch.view_as_complex(x.contiguous())
+        return x * 2 + torch.view_as_real(pairs * turned)
+
+    _, plan = planned(Small(forward), x, turned)
+    assert copies(plan) == []
+    programs = [step for step in plan.steps if not isinstance(step, fx.Node)]
+    assert [Kernels().why_not(program, plan.values) for program in programs] == [None]
+
+
 def test_what_is_copied_into_rows_is_stored_in_eight_bits_by_its_program_and_by_no_copy():
     x, y = across(2, 48, 64), drawn(2, 48, 64)
 

