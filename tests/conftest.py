@@ -7,7 +7,7 @@ import platform
 import sys
 import tempfile
 import warnings
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +79,17 @@ def _declared(callspec: object) -> bool:
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     with conditions.poisoned_memory():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once():
+    """Every call of the command line in a test makes all commands with their options anew, which
+    takes longer than most of them run."""
+    from typer import testing
+
+    with pytest.MonkeyPatch.context() as session:
+        session.setattr(testing, "_get_command", cache(testing._get_command))
         yield
 
 
