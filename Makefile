@@ -23,6 +23,9 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 BUILD := $(if $(shell command -v nvidia-smi),CUDA,CPU)
 
+# some environments turn it off: then every worker and every command in a test compiles all modules
+unexport PYTHONDONTWRITEBYTECODE
+
 # of make test-torch
 OTHER := .venv-torch-$(TORCH)
 TESTS ?= tests/ops tests/inject tests/calibration
