@@ -160,7 +160,7 @@ def test_sequences_that_are_shorter_than_those_that_were_timed_keep_16_bits(monk
     report = kw.inject(model, numerics="fp8")
     run(model, inputs)
     assert not attentions(report)
-    assert all(least > 2048 for least in attention.SERVED.values())
+    assert all(least > 1024 for least in attention.SERVED.values())  # text is shorter
 
 
 def test_a_kernel_that_cannot_be_compiled_here_is_named_once(monkeypatch):
