@@ -57,8 +57,9 @@ def mean_kernel(key, mean, keys, heads, key_b, key_h, key_s, D: tl.constexpr, SA
 
 
 @triton.jit
-def larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def largest(b_x):
+    """The largest absolute value, or NaN if one is not finite, which `tl.max` would pass over."""
+    return tl.max(tl.abs(b_x)) + tl.sum(b_x * 0.0)
 
 
 @triton.jit(do_not_specialize=["keys", "heads"])
@@ -92,7 +93,7 @@ def quantize_kv_kernel(
         p_x = key + i_b * key_b + i_h * key_h + o_row * key_s + o_d
         b_x = tl.load(p_x, mask=o_row < keys, other=0.0).to(tl.float32)
         b_x = tl.where(o_row < keys, b_x - tl.load(mean + i_bh * D + o_d), 0.0)
-        b_in, b_out = int8_scales(tl.reduce(tl.abs(b_x), None, larger))
+        b_in, b_out = int8_scales(largest(b_x))
         # of 16 keys, in pairs, first the even pairs: see reference.in_kernel_order
         o_16 = o_j % 16
         o_y = (o_j - o_16 + o_16 // 2 % 2 * 8 + o_16 // 4 * 2 + o_16 % 2)[:, None]
@@ -102,7 +103,7 @@ def quantize_kv_kernel(
     else:
         p_x = value + i_b * value_b + i_h * value_h + o_row * value_s + o_d
         b_x = tl.load(p_x, mask=o_row < keys, other=0.0).to(tl.float32)
-        b_most = tl.reduce(tl.abs(b_x), None, larger)
+        b_most = largest(b_x)
         b_most = tl.where(b_most == 0.0, LARGEST, b_most)
         # a power of two: see reference
         b_log = tl.ceil(tl.log2(b_most * (1.0 / LARGEST)))
