@@ -6,12 +6,19 @@ import os
 import platform
 import sys
 import tempfile
-import warnings
-from functools import cache, partial
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
+from time_savers import (  # noqa: F401
+    commands_made_once,
+    guards_without_a_stopwatch,
+    half_products_in_float32,
+    language_patched_once,
+    layouts_kept_without_dispatch,
+    recording_without_stacks,
+    types_known_in_the_interpreter,
+)
 
 from kernelwright.checking import conditions
 
@@ -82,135 +89,6 @@ def poisoned_memory():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def commands_made_once():
-    """Every call of the command line in a test makes all commands with their options anew, which
-    takes longer than most of them run."""
-    from typer import testing
-
-    with pytest.MonkeyPatch.context() as session:
-        session.setattr(testing, "_get_command", cache(testing._get_command))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def language_patched_once():
-    """Triton's interpreter patches its language for every launch and every function that a kernel
-    calls, which takes longer than the kernels here: keep the first patch."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    from triton.runtime import interpreter
-
-    patch, patched = interpreter._patch_lang, set()
-
-    class Stays:
-        def restore(self):
-            pass
-
-    def once(function):
-        module = function.__globals__["__name__"]
-        if module not in patched:
-            patch(function)
-            patched.add(module)
-        return Stays()
-
-    with pytest.MonkeyPatch.context() as session:
-        session.setattr(interpreter, "_patch_lang", once)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def types_known_in_the_interpreter():
-    """Triton's interpreter derives shape, size and name of every value anew, and looks up its NumPy
-    type in a table that it makes for that: a quarter of the time of a kernel here."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    with pytest.MonkeyPatch.context() as session:
-        blocks = _remembered(core.block_type, _block_key, _block_own)
-        session.setattr(core.block_type, "__init__", blocks)
-        tensors = _remembered(core.tensor, _tensor_key, _tensor_own)
-        session.setattr(core.tensor, "__init__", tensors)
-        in_numpy, known = interpreter._get_np_dtype, {}
-
-        def np_dtype(of):
-            name = of.scalar.name
-            if name not in known:
-                known[name] = in_numpy(of)
-            return known[name]
-
-        session.setattr(interpreter, "_get_np_dtype", np_dtype)
-        yield
-
-
-def _remembered(cls, key_of, own):
-    """The constructor of a class whose attributes, but for its own, follow from a key."""
-    usual, known = cls.__init__, {}
-
-    def construct(self, first, second):
-        key = key_of(first, second)
-        if key in known:
-            vars(self).update(known[key])
-            vars(self).update(own(first, second))
-        else:
-            usual(self, first, second)
-            known[key] = {n: v for n, v in vars(self).items() if n not in own(first, second)}
-
-    return construct
-
-
-def _block_key(element_ty, shape):
-    return element_ty.name, *(getattr(size, "value", size) for size in shape)
-
-
-def _block_own(element_ty, shape):
-    return {"element_ty": element_ty}
-
-
-def _tensor_key(handle, type):
-    return tuple(type.shape) if type.is_block() else ()
-
-
-def _tensor_own(handle, type):
-    return {"handle": handle, "type": type, "dtype": type.scalar}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def half_products_in_float32():
-    """A CPU without bfloat16 takes up to 250 times as long for a bfloat16 GEMM as for a float32
-    one: multiply in float32 and round once, as a GPU does."""
-    if torch.cuda.is_available():
-        yield
-        return
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(.|\n)*Overriding a previously")
-        for name in ("mm", "addmm", "bmm", "baddbmm"):
-            product = _product_in_float32(torch.library.get_kernel(f"aten::{name}", "CPU"))
-            library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
-        library.impl("addmm_", _added_in_place, "CPU", allow_override=True)
-    # it is active as long as the library object is alive
-    yield library
-
-
-def _product_in_float32(usual):
-    def product(keys, *tensors, **scales):
-        dtype = tensors[0].dtype
-        if dtype not in (torch.float16, torch.bfloat16):
-            return usual.call_boxed(keys, *tensors, **scales)
-        return usual.call_boxed(keys, *(t.float() for t in tensors), **scales).to(dtype)
-
-    return product
-
-
-def _added_in_place(total, *factors, **scales):
-    return total.copy_(torch.addmm(total, *factors, **scales))
-
-
 @pytest.fixture
 def rounding_interpreter():
     with conditions.rounding_interpreter():
@@ -223,53 +101,3 @@ def written(tmp_path):
     from result_files import write_results
 
     return partial(write_results, tmp_path)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def recording_without_stacks():
-    """Every op that make_fx records makes a FakeTensorMode, which keeps the stack of its making: a
-    third of the time of a recording, and nothing reads it."""
-    from torch._subclasses import fake_tensor
-
-    nothing = SimpleNamespace(extract_stack=lambda: [], format_list=lambda stack: [])
-    with pytest.MonkeyPatch.context() as session:
-        session.setattr(fake_tensor, "traceback", nothing)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def guards_without_a_stopwatch():
-    """After every compilation Dynamo times its guards, with the caches of the CPU flushed before:
-    16 ms, and nothing reads it."""
-    from torch._dynamo import guards
-
-    with pytest.MonkeyPatch.context() as session:
-        session.setattr(guards, "profile_guard_manager", lambda *given: 0.0)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def layouts_kept_without_dispatch():
-    """make_fx keeps the layout of every result as a fake tensor, which PyTorch's dispatcher makes
-    in 160 us, a quarter of the time of a recording: make the same one in 30 us."""
-    from torch._guards import TracingContext
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental import proxy_tensor
-    from torch.utils._mode_utils import no_dispatch
-
-    usual = proxy_tensor.extract_val
-
-    def kept(value, *args, **kwargs):
-        context = TracingContext.try_get()
-        mode = None if context is None else context.fake_mode
-        if type(value) is not torch.Tensor or mode is None or value.layout != torch.strided:
-            return usual(value, *args, **kwargs)
-        with no_dispatch():
-            layout = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-            return FakeTensor(mode, layout, value.device)
-
-    with pytest.MonkeyPatch.context() as session:
-        session.setattr(proxy_tensor, "extract_val", kept)
-        yield
