@@ -109,15 +109,15 @@ def _tensor_own(handle, type):
 
 @pytest.fixture(scope="session", autouse=True)
 def half_products_in_float32():
-    """A CPU without bfloat16 takes up to 250 times as long for a bfloat16 GEMM as for a float32
-    one: multiply in float32 and round once, as a GPU does."""
+    """A CPU without bfloat16 takes up to 250 times as long for a bfloat16 GEMM or convolution as
+    for a float32 one: multiply in float32 and round once, as a GPU does."""
     if torch.cuda.is_available():
         yield
         return
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(.|\n)*Overriding a previously")
-        for name in ("mm", "addmm", "bmm", "baddbmm"):
+        for name in ("mm", "addmm", "bmm", "baddbmm", *CONVOLUTIONS):
             product = _product_in_float32(torch.library.get_kernel(f"aten::{name}", "CPU"))
             library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
         library.impl("addmm_", _added_in_place, "CPU", allow_override=True)
@@ -125,12 +125,19 @@ def half_products_in_float32():
     yield library
 
 
+CONVOLUTIONS = ("_slow_conv2d_forward", "_slow_conv2d_backward.output_mask", "slow_conv3d_forward")
+
+
 def _product_in_float32(usual):
-    def product(keys, *tensors, **scales):
-        dtype = tensors[0].dtype
+    def product(keys, *args, **scales):
+        dtype = args[0].dtype
         if dtype not in (torch.float16, torch.bfloat16):
-            return usual.call_boxed(keys, *tensors, **scales)
-        return usual.call_boxed(keys, *(t.float() for t in tensors), **scales).to(dtype)
+            return usual.call_boxed(keys, *args, **scales)
+        wide = (a.float() if isinstance(a, torch.Tensor) else a for a in args)
+        found = usual.call_boxed(keys, *wide, **scales)
+        if isinstance(found, torch.Tensor):
+            return found.to(dtype)
+        return tuple(None if t is None else t.to(dtype) for t in found)
 
     return product
 
