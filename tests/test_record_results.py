@@ -24,6 +24,9 @@ def tool(monkeypatch):
 def test_every_command_exists_with_its_options_and_presets(tool, tmp_path):
     main = typer.main.get_command(app)
     for m in tool.measurements():
+        if m.program != ("-m", "kernelwright"):
+            assert Path(*m.program).exists()
+            continue
         command, words = main, m.arguments(tmp_path)
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]

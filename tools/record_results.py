@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+TOOLS = Path(__file__).parent
 PEERS = "eager,compile,compile+graphs"
 TIERS = f"{PEERS},exact+graphs,fused+graphs,fp8+graphs"
 # of models that are also in another folder: beside `--out`, where a row stands once
@@ -29,11 +30,12 @@ LATE = 3.0  # times the expected seconds after which a measurement is stopped
 
 @dataclass(frozen=True)
 class Measurement:
-    """A command of kernelwright that writes one file."""
+    """A command of kernelwright, or of a script beside this one, that writes one file."""
 
     name: str
     command: tuple[str, ...]
     seconds: float  # it took about this long on an H200 with a cold cache of kernels
+    program: tuple[str, ...] = ("-m", "kernelwright")
 
     def arguments(self, out: Path) -> list[str]:
         return [*self.command, "--out", str(self.file(out))]
@@ -107,6 +109,7 @@ def measurements() -> Iterator[Measurement]:
     yield Measurement("generation/llama-3-8b", generate, 120)
     yield Measurement("generation/llama-3-8b-8", (*generate, "--batch", "8"), 120)
     yield Measurement("generation/llama-3-8b-2048", (*generate, "--prompt", "2048"), 120)
+    yield Measurement("fp8-attention", (), 40, (str(TOOLS / "time_fp8_attention.py"),))
     yield Measurement("calibration", ("doctor", "--exact"), 60)
 
 
@@ -132,7 +135,7 @@ def record(measurement: Measurement, out: Path) -> str:
     file = measurement.file(out)
     file.parent.mkdir(parents=True, exist_ok=True)
     before = _recorded(file)
-    command = [sys.executable, "-m", "kernelwright", *measurement.arguments(out)]
+    command = [sys.executable, *measurement.program, *measurement.arguments(out)]
     try:
         done = subprocess.run(command, check=False, timeout=LATE * measurement.seconds)
     except subprocess.TimeoutExpired:
@@ -153,7 +156,8 @@ def main() -> None:
     todo = chosen(given.names, given.out)
     if given.list:
         for m in todo:
-            print(f"{m.name:32} {m.seconds:4.0f} s  kernelwright {' '.join(m.command)}")
+            called = Path(m.program[-1]).name
+            print(f"{m.name:32} {m.seconds:4.0f} s  {called} {' '.join(m.command)}")
         return
     end = time.monotonic() + given.within
     for number, m in enumerate(todo, 1):

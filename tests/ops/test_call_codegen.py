@@ -11,6 +11,7 @@ from numerics import as_tuple
 from kernelwright.backends.triton import interpreting
 from kernelwright.ops.call_codegen import compile_call, compile_follow
 from kernelwright.ops.case import Inputs
+from kernelwright.ops.op import registry
 from kernelwright.ops.plan import How, LaunchPlan, on_device
 
 needs_plans = pytest.mark.skipif(not interpreting(), reason="a GPU is here: plans launch on it")
@@ -126,12 +127,26 @@ def test_arguments_may_have_any_name():
     x, how = torch.ones(2), (None, None, "torch", False)
     args = (x, None, 0.5, "text")
     assert call(*args, backend="torch") == ("slow", (args, *how))
-    layout = x.shape, x.stride(), x.dtype, x.device
+    layout = x.shape, True, x.dtype, x.device
     plans[(None, "torch", False, *layout, None, 0.5, "text")] = lambda args, out: ("fast", args)
     assert call(*args, backend="torch") == ("fast", args)
     assert call(x, x, 0.5, "text", backend="torch")[0] == "slow"
     assert call(x.clone().requires_grad_(), None, 0.5, "text", backend="torch")[0] == "slow"
     assert call(x, None, [], "text", backend="torch")[0] == "slow"
+
+
+@pytest.mark.usefixtures("rounding_interpreter")
+def test_only_strides_along_which_a_kernel_moves_are_part_of_the_key():
+    plain = torch.randn(4, 1, 16)
+    alone = torch.randn(4, 3, 16)[:, 0].contiguous().as_strided((4, 1, 16), (16, 7, 1))
+    apart = torch.randn(4, 3, 16)[:, :1]
+    op = registry()["rmsnorm"]
+    op.forget()
+    for x, plans in ((plain, 1), (alone, 1), (apart, 2)):
+        assert torch.equal(
+            op.run(x, None, 1e-6, backend="triton"), op.run(x.clone(), None, 1e-6, backend="triton")
+        )
+        assert len(op._plans) == plans
 
 
 @every_op(OPS)

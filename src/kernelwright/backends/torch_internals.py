@@ -51,7 +51,7 @@ def _named(path: str, instead: Callable[..., Any] | None = None) -> Any:
 
 # modes and transforms that have to see every operation of a call
 
-_dispatch_stack: Callable[[], int] = _named("torch._C._len_torch_dispatch_stack")
+dispatch_stack: Callable[[], int] = _named("torch._C._len_torch_dispatch_stack")
 function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")
 in_functorch: Callable[[], bool] = _named("torch._C._are_functorch_transforms_active")
 any_autocast: Callable[[], bool] = _named("torch._C._is_any_autocast_enabled")
@@ -70,7 +70,7 @@ _own = _Own()
 
 def dispatch_modes() -> int:
     """How many dispatch modes have to see every operation; our own do not count."""
-    return _dispatch_stack() - _own.modes
+    return dispatch_stack() - _own.modes
 
 
 @contextmanager

@@ -8,13 +8,13 @@ with an underscore, so an op's arguments may have any name. For rmsnorm the text
 
     def call(input, weight, eps, out=None, exact=None, backend=None, inplace=False):
         _args = input, weight, eps,
-        if _traced() or _modes() or _forward_ad._current_level >= 0 or (
+        if _traced() or _stack() and _modes() or _forward_ad._current_level >= 0 or (
             type(input) not in _PLAIN or ... weight.requires_grad)):
             return _op.slow_call(_args, out, exact, backend, inplace)
         if backend is None:
             backend = _surrounding()
         try:
-            _key = exact, backend, inplace, input.shape, input.stride(), ..., eps
+            _key = exact, backend, inplace, input.shape, input.is_contiguous() or ..., eps
             _plan = _op._plans.get(_key if out is None else (_key, _layouts(out)))
         except (TypeError, AttributeError, RuntimeError):
             _plan = None
@@ -46,7 +46,7 @@ and the plan that it finds, if no argument has to be copied before the launch,
 A graph of torch.compile finds its plan without the dispatcher:
 
     def direct(_self, input, weight=None, eps=1e-6, exact="", backend=""):
-        if _modes() or _forward_ad._current_level >= 0 or ... weight.requires_grad)):
+        if _stack() and _modes() or _forward_ad._current_level >= 0 or ... weight.requires_grad)):
             return _through_dispatcher(input, weight, eps, exact, backend,)
         try:
             exact, backend, inplace = exact or None, backend or _surrounding(), False
@@ -63,7 +63,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backends.torch_internals import dispatch_modes, forward_ad, in_functorch
+from ..backends.torch_internals import dispatch_modes, dispatch_stack, forward_ad, in_functorch
 from . import selection
 from .op_protocol import DeclaredOp
 from .plan_cache import PLAIN, layouts
@@ -93,7 +93,7 @@ def key(args, exact, backend, inplace):
 _CALL = """
 def call({names} out=None, exact=None, backend=None, inplace=False):
     _args = {names}
-    if _traced() or _modes() or _forward_ad._current_level >= 0 or {dispatched}:
+    if _traced() or _stack() and _modes() or _forward_ad._current_level >= 0 or {dispatched}:
         return _op.slow_call(_args, out, exact, backend, inplace)
     if backend is None:
         backend = _surrounding()
@@ -117,7 +117,7 @@ def call({names} out=None, exact=None, backend=None, inplace=False):
 
 _DIRECT = """
 def direct(_self, {parameters}):
-    if _modes() or _forward_ad._current_level >= 0 or {dispatched}:
+    if _stack() and _modes() or _forward_ad._current_level >= 0 or {dispatched}:
         return _through_dispatcher({names})
     try:
         {body}
@@ -221,10 +221,14 @@ def compile_follow(plan: Launched) -> Callable[[tuple[Any, ...], Any], Any]:
 
 
 def _key(arguments: Arguments) -> str:
-    """Text: everything that decides what a call does, but the addresses of its tensors."""
+    """Text: everything that decides what a call does, but the addresses of its tensors.
+
+    A contiguous tensor has the strides of its shape, but for dimensions of one element, along which
+    no kernel moves; to ask for all strides takes twice as long."""
     parts = ["exact", "backend", "inplace"]
     for name, kind in arguments:
-        layout = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
+        strides = f"{name}.is_contiguous() or {name}.stride()"
+        layout = f"{name}.shape, {strides}, {name}.dtype, {name}.device"
         if not kind.startswith("Tensor"):
             parts.append(name)
         elif kind.endswith("?"):
@@ -265,6 +269,8 @@ def _scope(op: DeclaredOp | None) -> dict[str, Any]:
         "_op": op,
         "_PLAIN": PLAIN,
         "_recording": torch.is_grad_enabled,
+        # nearly always 0, so that modes of our own need not be taken off
+        "_stack": dispatch_stack,
         "_modes": dispatch_modes,
         "_in_functorch": in_functorch,
         # the module, because PyTorch rebinds its global _current_level

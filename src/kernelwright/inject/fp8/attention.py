@@ -37,7 +37,7 @@ LIMIT = 0.078
 # 20,280 (Wan 2.2 14B), 1.39 to 1.51 at 4,608 (FLUX), 1.15 at 2,816 and 0.99 at 1,536; of head_dim
 # 64 2.20 times at 17,776 (CogVideoX), 1.80 at 8,064 (LTX-Video, 161 frames), 1.68 at 4,429 (SD3.5),
 # 1.44 at 2,688 (LTX-Video, 49 frames), 1.27 at 1,320 and 1.08 at 1,178.
-# tests/gpu/fp8_attention_times.py times it.
+# tools/time_fp8_attention.py times it.
 SERVED: dict[int, int] = {64: 1280, 128: 2816}
 MAX_VERDICTS = 4096
 
