@@ -19,7 +19,6 @@ from kernelwright.ops.attention import custom_kernels, launch
 from kernelwright.ops.channel_norm import CHANNEL_NORM
 from kernelwright.ops.fp8 import QUANTIZE
 from kernelwright.ops.fp8.rows import NORM_QUANTIZE, RESIDUAL_NORM_QUANTIZE, RESIDUAL_QUANTIZE
-from kernelwright.ops.fp8_attention import MEAN, QUANTIZE_KV
 from kernelwright.ops.op import Op
 from kernelwright.ops.plan import Call
 
@@ -49,7 +48,7 @@ def wanted(arch: str) -> list[Kernel]:
     found += [attention(arch, dtype, keys=512) for dtype in dtypes]
     if arch == "sm_90":
         found.append(attention(arch, half, keys=128))
-        found += eight_bits(arch) + by_channel(arch) + before_attention_in_eight_bits(arch)
+        found += eight_bits(arch) + by_channel(arch)
     return largest_for_a_thread(found)
 
 
@@ -82,16 +81,6 @@ def eight_bits(arch: str) -> list[Kernel]:
         norm = None, None, part, part, kind, 1e-6, True
         calls += [(NORM_QUANTIZE, (x, *norm)), (RESIDUAL_NORM_QUANTIZE, (x, x, part, *norm))]
     return [planned(arch, op, arguments) for op, arguments in calls]
-
-
-def before_attention_in_eight_bits(arch: str) -> list[Kernel]:
-    """At the head dimensions of models."""
-    found = []
-    for dim in (64, 128):
-        x = torch.empty(1, 2, 1000, dim, dtype=torch.bfloat16, device="meta")
-        calls = [(MEAN, (x,)), (QUANTIZE_KV, (x, x, *MEAN.allocate(x)))]
-        found += [planned(arch, op, arguments) for op, arguments in calls]
-    return found
 
 
 def by_channel(arch: str) -> list[Kernel]:

@@ -8,7 +8,7 @@ import kernelwright as kw
 from kernelwright import models
 from kernelwright.inject.fp8 import attention, suitable_layers
 from kernelwright.inject.verify import accuracy
-from kernelwright.ops.fp8_attention import FP8_ATTENTION, MEAN, QUANTIZE_KV, fp8_attention
+from kernelwright.ops.fp8_attention import FP8_ATTENTION, QUANTIZE_KV, fp8_attention
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -33,10 +33,8 @@ def heads(queries, keys, dim, batch=1, count=4):
 )
 def test_kernels_compute_what_the_reference_does(queries, keys, dim):
     query, key, value = heads(queries, keys, dim)
-    mean = MEAN(key, backend="triton")
-    torch.testing.assert_close(mean, MEAN(key, backend="torch"), rtol=1e-4, atol=1e-3)
-    eight = QUANTIZE_KV(key, value, mean, backend="triton")
-    by_ops = QUANTIZE_KV(key, value, mean, backend="torch")
+    eight = QUANTIZE_KV(key, value, backend="cuda")
+    by_ops = QUANTIZE_KV(key, value, backend="torch")
     for a, b in zip(eight[:2], by_ops[:2], strict=True):
         assert a.is_contiguous()
         assert (a.float() != b.float()).float().mean() < 0.01

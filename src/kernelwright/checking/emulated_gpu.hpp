@@ -24,6 +24,7 @@
 #define __float2int_rn(x) ((int)rintf(x))
 #define __float2int_rz(x) ((int)(x))
 #define __float2int_ru(x) ((int)ceilf(x))
+using std::isfinite;
 using std::isinf;
 using std::isnan;
 static struct Index { unsigned x = 0, y = 0, z = 0; } threadIdx, blockIdx;
@@ -56,6 +57,13 @@ static bool __any_sync(unsigned, bool v) {
   for (int i = 0; i < 32; i++) any |= slots[threadIdx.x / 32 * 32 + i];
   __syncthreads();
   return any;
+}
+static unsigned __reduce_max_sync(unsigned, unsigned v) {
+  slots[threadIdx.x] = v;
+  __syncthreads();
+  for (int i = 0; i < 32; i++) v = slots[threadIdx.x / 32 * 32 + i] > v ? slots[threadIdx.x / 32 * 32 + i] : v;
+  __syncthreads();
+  return v;
 }
 static bool __all_sync(unsigned all, bool v) { return !__any_sync(all, !v); }
 static float __fadd_rn(float a, float b) { return a + b; }

@@ -9,15 +9,9 @@
 // product wants from this thread: see reference.in_kernel_order.
 #pragma once
 #include "ops/fp8_attention/hopper.cuh"
+#include "ops/fp8_attention/tiles.cuh"
 
 namespace kernelwright {
-
-// Of a tile of keys and values. Where a number is not finite, its scale is not.
-struct alignas(16) TileScales {
-  float keys, values;  // that of the values is a power of two
-  float length;  // of its longest key
-  float unused;
-};
 
 struct EightArgs {
   const void *query, *k8, *v8;
@@ -28,10 +22,8 @@ struct EightArgs {
   float scale;  // of scores, times log2(e)
 };
 
-constexpr int TILE = 128;  // keys
 constexpr int NONE = -(1 << 30);  // less than any score, of a key that is not there
 constexpr int SHIFT = 8;  // the largest probability of the first tile is up to 2 ** 8
-constexpr float LARGEST = 448.f;  // of fp8
 // Tensor cores keep fewer bits of a running sum of fp8 products than float32 has. After so many tiles
 // the sum is added to one in float32, in shared memory. Without that first sight refused Wan's
 // attention: 256 tiles, and values with a common mean.
@@ -188,13 +180,6 @@ __device__ void copy_tiles(const EightArgs& a, EightShared<D, GROUPS, STAGES>& s
   }
 }
 
-// The lowest 8 bits of a float that is rounded to an integer, by an addition: conversions have a unit of their own, which
-// is slower.
-__device__ __forceinline__ unsigned eight_bit_integer(float v) {
-  constexpr float LARGE = 3 << 22;  // the last bit of its mantissa counts 1
-  return __float_as_uint(__fadd_rn(v, LARGE)) & 255;
-}
-
 // A thread's part of two queries, 8 apart: rounded to int8 with a scale for each query.
 template <class T, int D> struct Queries {
   unsigned eight[D / 32][4];  // as the tensor cores want them: two times 4 columns of each 32, of both rows
@@ -203,7 +188,6 @@ template <class T, int D> struct Queries {
   float none[2];  // 0, or NaN if a number is not finite
 
   __device__ __forceinline__ Queries(const T* p, i64 stride, const bool (&present)[2], float scale_of_scores) {
-    constexpr float LARGEST_INT = 127.f;
     constexpr float ROUNDING = 1.1f;  // integers of query and key make them longer, by less than 5% each
     Vec<T, 4> x[2][D / 16];
 #pragma unroll
@@ -363,11 +347,17 @@ __device__ void attend(const EightArgs& a, EightShared<D, GROUPS, STAGES>& share
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const float factor = 1.f / sum;
-    if (!present[r]) continue;
-    T* row = p + (first + 8 * r) * a.out_s + lane % 4 * 2;
+    T* row = p + (first + 8 * r) * a.out_s;
+    // of 16 columns, a thread has two of the first 8 and two of the last: neighbours exchange two, so that each writes
+    // four, and four threads write 32 bytes
+    const int odd = lane % 2, column = lane % 4 / 2 * 4 + odd * 8;
 #pragma unroll
-    for (int j = 0; j < D / 8; j++) {
-      *(unsigned*)(row + 8 * j) = pair<T>(out[4 * j + 2 * r] * factor, out[4 * j + 2 * r + 1] * factor);
+    for (int j = 0; j < D / 8; j += 2) {
+      const float* y = out + 4 * j + 2 * r;
+      const unsigned low = pair<T>(y[0] * factor, y[1] * factor), high = pair<T>(y[4] * factor, y[5] * factor);
+      const unsigned got = __shfl_xor_sync(~0u, odd ? low : high, 1);
+      const uint2 four = odd ? uint2{got, high} : uint2{low, got};
+      if (present[r]) *(uint2*)(row + 8 * j + column) = four;
     }
   }
 }

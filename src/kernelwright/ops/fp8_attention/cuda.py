@@ -1,4 +1,4 @@
-"""Launch choices of the CUDA kernel of attention in eight bits."""
+"""Launch choices of the CUDA kernels of attention in eight bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...backends import Unsupported
 from ...backends.cuda import TYPES, CudaLaunch
 from ..row.call import check_fp8
-from .reference import LOG2E, ROWS
+from .reference import LOG2E, ROWS, padded
 
 if TYPE_CHECKING:
     from ..plan import Call
@@ -24,14 +24,45 @@ BARRIERS = 1024  # bytes for them and for alignment
 SHAPES = {128: (2, 240), 64: (3, 160)}
 
 
+# Of the kernel that quantises: blocks on a multiprocessor by head dimension, as many as have room
+# for their tiles, so that some copy while others compute.
+QUANTIZING = {128: 5, 64: 6}
+
+
+def plan_quantize(call: Call) -> CudaLaunch:
+    if call.target.capability != (9, 0):
+        raise Unsupported("it was written for Hopper")
+    check_fp8(call)
+    key, value = call["key"], call["value"]
+    batch, heads, keys, dim = key.shape
+    strides = *key.stride()[:3], *value.stride()[:3]
+    aligned = next(
+        (n for n in (8, 4) if not any(s % n for s in (call.alignment // 2, *strides))), 0
+    )
+    if key.dtype.itemsize != 2 or (key.stride(3), value.stride(3)) != (1, 1) or not aligned:
+        raise Unsupported("keys or values that cannot be read four at once")
+    tiles = padded(keys) // ROWS
+    return CudaLaunch(
+        source="ops/fp8_attention/quantize.cuh",
+        template=f"kernelwright::quantize_kv<{TYPES[key.dtype]}, {dim}, {aligned}>",
+        arguments="kernelwright::QuantizeArgs",
+        grid=2 * tiles * batch * heads,
+        block=256,
+        pointers=("key", "value", "k8", "v8", "scales"),
+        layout="6q3i",
+        scalars=(*strides, keys, heads, tiles),
+        resident=QUANTIZING[dim],
+    )
+
+
 def plan_attention(call: Call) -> CudaLaunch:
     if call.target.capability != (9, 0):
         raise Unsupported("it was written for Hopper")
     check_fp8(call)
     query, out = call["query"], call["out"]
     batch, heads, queries, dim = query.shape
-    if query.dtype.itemsize != 2 or out.stride(3) != 1:
-        raise Unsupported("a result that is not written in pairs of 16 bits")
+    if query.dtype.itemsize != 2 or out.stride(3) != 1 or any(s % 4 for s in out.stride()[:3]):
+        raise Unsupported("a result that cannot be written four at once")
     if call.alignment % 8 or query.stride(3) != 1 or any(s % 4 for s in query.stride()[:3]):
         raise Unsupported("queries that cannot be read four at once")
     groups, registers = SHAPES[dim]

@@ -50,6 +50,18 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
                    shared_address(to)), "l"(from), "r"(bytes), "r"(at.address()) : "memory");
 }
 
+// Starts a copy of BYTES, or of zeros if nothing is there. A thread waits for all that it has started.
+template <int BYTES> __device__ __forceinline__ void start_copy(void* to, const void* from, bool there) {
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(there ? BYTES : 0) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES),
+                 "r"(there ? BYTES : 0) : "memory");
+  }
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Registers of the threads of a warpgroup. Those that one gives back another may take.
 template <int N> __device__ __forceinline__ void give_registers_back() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));

@@ -11,7 +11,8 @@ from ..fp8.reference import DTYPE, LARGEST
 
 ROWS = 128  # keys of a tile, which share a scale; lengths in eight bits are multiples of it
 LARGEST_INT = 127.0
-SAMPLE = 256  # keys whose mean is taken off all of them
+SAMPLE = 32  # keys whose mean is taken off all of them
+GOLDEN = 2654435769  # the golden ratio, as a part of 2 ** 32
 LOG2E = math.log2(math.e)
 # probabilities are multiplied by it before they are rounded: the largest becomes 2 ** 8
 SHIFT = 8
@@ -25,18 +26,19 @@ def padded(tokens: int) -> int:
 
 def mean(key: Tensor) -> Tensor:
     """About the mean of the keys [B, H, S, D]: that of SAMPLE of them, [B, H, D] in float32. Any
-    vector may be taken off all keys: that adds one number to all scores of a query. Reading a few
-    keys takes 5 us, reading all of FLUX 10 us more."""
+    vector may be taken off all keys: that adds one number to all scores of a query. One is taken of
+    each SAMPLE-th of the keys, at a place in it that no period of a video or an image meets."""
     keys = key.shape[2]
-    chosen = torch.arange(SAMPLE, device=key.device) * keys // SAMPLE
+    number = torch.arange(SAMPLE, device=key.device)
+    chosen = number * keys // SAMPLE + (number * GOLDEN % 2**32 * (keys // SAMPLE) >> 32)
     return key[:, :, chosen].float().mean(2)
 
 
-def quantize(key: Tensor, value: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
+def quantize(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Key as int8 and value as fp8, transposed, in tiles [B, H, tiles, ROWS * D]; and of each tile
-    the scales of key and value, the length of its longest key, and 0. `mean` is taken off the
-    keys."""
-    k = _rows(key.float() - mean[:, :, None], padded(key.shape[2])).unflatten(2, (-1, ROWS))
+    the scales of key and value, the length of its longest key, and 0. About the mean of the keys is
+    taken off them."""
+    k = _rows(key.float() - mean(key)[:, :, None], padded(key.shape[2])).unflatten(2, (-1, ROWS))
     v = _rows(value.float(), padded(key.shape[2])).unflatten(2, (-1, ROWS))
     length = k.norm(dim=4).amax(3)
     k8, k_scale = _integers(k, k.abs().amax((3, 4), keepdim=True))
