@@ -71,3 +71,50 @@ def test_a_measurement_says_what_it_recorded_and_a_late_one_is_stopped(tool, tmp
     assert recorded("tiny") == "2 rows"
     assert recorded("nothing") == "nothing recorded, exit 3"
     assert recorded("late", 0.01) == "stopped: it took too long"
+
+
+# notes when it takes times, and when it does something else
+TIMES = """#!{python} -IS
+import os, sys, time
+sys.path.insert(0, {source!r})
+file = sys.argv[sys.argv.index("--out") + 1]
+import importlib.util
+spec = importlib.util.spec_from_file_location("turns", {turns!r})
+turns = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(turns)
+turns.SETTLE = 0.05
+begin = time.monotonic()
+while time.monotonic() < begin + 0.2:
+    with open({log!r}, "a") as log:
+        log.write(file + " works\\n")
+    time.sleep(0.01)
+with turns.alone():
+    for _ in range(20):
+        with open({log!r}, "a") as log:
+            log.write(file + " times\\n")
+        time.sleep(0.01)
+    if "killed" in file:
+        os.kill(os.getpid(), 9)
+with open(file, "w") as out:
+    out.write('{{"rows": [1]}}')
+"""
+
+
+def test_those_that_run_side_by_side_take_times_alone(tool, tmp_path, monkeypatch, capsys):
+    from kernelwright.measure import turns
+
+    log, stand_in = tmp_path / "log", tmp_path / "python"
+    source = {"source": str(tmp_path), "turns": turns.__file__, "log": str(log)}
+    stand_in.write_text(TIMES.format(python=sys.executable, **source))
+    stand_in.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    names = ("one", "killed", "two")
+    tool.record_each([tool.Measurement(n, (), 60) for n in names], tmp_path, 100, jobs=3)
+    said = capsys.readouterr().out
+    assert said.count("1 rows") == 2
+    assert "killed: nothing recorded" in said
+    lines = [line.rsplit("/", 1)[1] for line in log.read_text().splitlines()]
+    for name in names:
+        timed = [i for i, line in enumerate(lines) if line == f"{name}.json times"]
+        assert len(timed) == 20
+        assert timed[-1] - timed[0] == 19  # no other did anything in between

@@ -1,24 +1,32 @@
 """Records the figures of README and docs on the GPU of this machine.
 
-    python tools/record_results.py [NAME ...] [--out results/h200] [--within SECONDS] [--list]
+    python tools/record_results.py [NAME ...] [--out results/h200] [--within SECONDS] [--jobs N]
+    python tools/record_results.py --list
 
 Each name is a file under `--out`: `models/ltx-video`, or `models` for all of that folder;
 `programs/ltx-video` is one in a folder beside it, `results/h200-programs`. Without names all are
 recorded, the least recently recorded first. A measurement is started only if it should end
 `--within` so many seconds, so that it can be continued on a machine that is lent for minutes; one
-that takes three times as long as expected is stopped, and the next one starts.
+that takes three times as long as expected is stopped, and the next one starts. With `--jobs`, so
+many build and compile side by side; one that takes times stops the others meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from kernelwright.measure import turns
 
 TOOLS = Path(__file__).parent
 PEERS = "eager,compile,compile+graphs"
@@ -130,14 +138,16 @@ def _recorded(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
 
 
-def record(measurement: Measurement, out: Path) -> str:
+def record(measurement: Measurement, out: Path, environment: dict[str, str] | None = None) -> str:
     """Run one; what became of it, in a few words."""
     file = measurement.file(out)
     file.parent.mkdir(parents=True, exist_ok=True)
     before = _recorded(file)
     command = [sys.executable, *measurement.program, *measurement.arguments(out)]
     try:
-        done = subprocess.run(command, check=False, timeout=LATE * measurement.seconds)
+        done = subprocess.run(
+            command, check=False, timeout=LATE * measurement.seconds, env=environment
+        )
     except subprocess.TimeoutExpired:
         return "stopped: it took too long"
     if _recorded(file) == before:
@@ -146,11 +156,39 @@ def record(measurement: Measurement, out: Path) -> str:
     return f"{rows} rows" + (f", exit {done.returncode}" if done.returncode else "")
 
 
+def in_turns(lock: Path) -> dict[str, str]:
+    """The environment of measurements that run side by side."""
+    # torch.compile's workers would go on while their parent is stopped
+    return {**os.environ, turns.VARIABLE: str(lock), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def record_each(todo: list[Measurement], out: Path, within: float, jobs: int) -> None:
+    end = time.monotonic() + within
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(jobs) as pool:
+        environment = in_turns(Path(lock.name)) if jobs > 1 else None
+
+        def run(number: int, m: Measurement) -> None:
+            if time.monotonic() + m.seconds > end:
+                print(f"{m.name}: left for next time", flush=True)
+                return
+            print(f"[{number} of {len(todo)}] {m.name}, about {m.seconds:.0f} s", flush=True)
+            start = time.monotonic()
+            said = record(m, out, environment)
+            print(f"{m.name}: {said}, {time.monotonic() - start:.0f} s", flush=True)
+            # one that was ended while it took times has left the others stopped
+            with turns.locked(Path(lock.name)):
+                turns.send(signal.SIGCONT, turns.children(os.getpid()))
+
+        for done in [pool.submit(run, number, m) for number, m in enumerate(todo, 1)]:
+            done.result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a file or folder under --out")
     parser.add_argument("--out", type=Path, default=Path("results/h200"), help="(results/h200)")
     parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at once (1)")
     parser.add_argument("--list", action="store_true", help="list the measurements and stop")
     given = parser.parse_args()
     todo = chosen(given.names, given.out)
@@ -159,15 +197,7 @@ def main() -> None:
             called = Path(m.program[-1]).name
             print(f"{m.name:32} {m.seconds:4.0f} s  {called} {' '.join(m.command)}")
         return
-    end = time.monotonic() + given.within
-    for number, m in enumerate(todo, 1):
-        if time.monotonic() + m.seconds > end:
-            print(f"{m.name}: left for next time", flush=True)
-            continue
-        print(f"[{number} of {len(todo)}] {m.name}, about {m.seconds:.0f} s", flush=True)
-        start = time.monotonic()
-        said = record(m, given.out)
-        print(f"{m.name}: {said}, {time.monotonic() - start:.0f} s", flush=True)
+    record_each(todo, given.out, given.within, given.jobs)
 
 
 if __name__ == "__main__":

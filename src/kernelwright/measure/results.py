@@ -16,14 +16,17 @@ import torch
 
 from ..errors import BadSetting
 from ..ops.ways import replacing_packages
+from . import turns
 
 SCHEMA = 1
+CONDITIONS = "in turns with other measurements: while one took times, the others were stopped"
 
 
 def environment() -> dict[str, Any]:
     """GPU, driver, versions, commit and command of this run. `packages` are those with which
     PyTorch replaces kernels of its own."""
     gpu = torch.cuda.is_available()
+    beside = {"conditions": CONDITIONS} if turns.taken() else {}
     return {
         "gpu": torch.cuda.get_device_name() if gpu else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -36,6 +39,7 @@ def environment() -> dict[str, Any]:
         "commit": os.environ.get("KERNELWRIGHT_COMMIT") or _commit(),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *map(portable, sys.orig_argv[1:])]),
+        **beside,
     }
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import turns
+
 # the fewest readings of each call, however short the time
 READINGS = 9
 CPU_READINGS = 3  # each takes seconds at the shapes of models
@@ -115,13 +117,15 @@ def wall_reading(timed: Timed) -> Callable[[], float]:
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:
     """Median wall time of a call with the GPU's work done; five calls or more, for `seconds`."""
     readings: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(readings) < 5 or time.perf_counter() < end:
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        readings.append((time.perf_counter() - begin) * 1e3)
+    wait()
+    with turns.alone():
+        end = time.perf_counter() + seconds
+        while len(readings) < 5 or time.perf_counter() < end:
+            wait()
+            begin = time.perf_counter()
+            call()
+            wait()
+            readings.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(readings)
 
 
