@@ -33,9 +33,9 @@ DOES = "attention in eight bits"
 # head have cost its small values.
 LIMIT = 0.078
 # Head dimensions that are served, and the fewest queries and keys. Timed on H200 beside cuDNN in
-# 16 bits, with quantising (results/h200/fp8-attention.json): of head_dim 128 it is 2.02 times as fast
-# at 32,760 tokens, 1.40 at 4,608, 1.21 at 2,816 and 1.04 at 1,536, which its error is not worth; of
-# head_dim 64 2.19 times at 17,776, 1.49 at 2,688, 1.30 at 1,320 and 1.15 at 1,178.
+# 16 bits, with quantising (results/h200/fp8-attention.json): of head_dim 128 it is 2.02 times as
+# fast at 32,760 tokens, 1.40 at 4,608, 1.21 at 2,816 and 1.04 at 1,536, for which its error is too
+# large; of head_dim 64 2.19 times at 17,776, 1.49 at 2,688, 1.30 at 1,320 and 1.15 at 1,178.
 SERVED: dict[int, int] = {64: 1152, 128: 2816}
 MAX_VERDICTS = 4096
 
