@@ -193,6 +193,21 @@ def hub_calls(results: Path) -> str:
     return "\n".join([*lines, "", _about([file])])
 
 
+def fp8_attention(results: Path) -> str:
+    """Attention in eight bits beside cuDNN's, at the sizes of models."""
+    (file,) = read([results / "fp8-attention.json"])
+    peers, ours = ("cuDNN, bfloat16", "cuDNN, fp8"), "ours, with quantising"
+    head = (*peers, "ours", "quantising before it", "both", "speed-up", "error", "of cuDNN in fp8")
+    lines = [f"| µs | head_dim | {' | '.join(head)} |", "|---|" + "---:|" * (len(head) + 1)]
+    for row in file.others:
+        us, error = row["gpu_us"], row["error"]
+        times = [f"{us[way]:.1f}" for way in (*peers, "ours", "quantising", ours)]
+        cells = [*times, f"{row['speedup']:.2f}×", *(f"{error[w]:.1%}" for w in (ours, peers[1]))]
+        size = f"{row['size']}, {row['tokens']:,} tokens"
+        lines.append(f"| {size} | {row['head_dim']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _about([file])])
+
+
 def training(results: Path) -> str:
     """One training step of each configuration, once there are results of them."""
     folder = results / "training"

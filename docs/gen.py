@@ -37,6 +37,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "left": goals.left,
     "without-recipes": goals.without_recipes,
     "fp8-memory": goals.fp8_memory,
+    "fp8-attention": figures.fp8_attention,
     "hub-calls": figures.hub_calls,
     "programs": programs_table.programs,
     "compatibility": compatibility_table.compatibility,

@@ -38,7 +38,7 @@ def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
             row["config"],
             f"{row['ms']:.1f}",
             f"{base / row['ms']:.2f}×" if base else "",
-            f"{row['first_s']:.1f}",
+            _number(row.get("first_s"), ".1f"),
             *(_number(row.get(name), ".1f") for name in optional.values()),
             "same" if row["equal"] else _differ(row.get("differing")),
             _number(row["error"], ".2e"),
