@@ -63,6 +63,7 @@ CASES = {
     "rows": (modulated, drawn(2, 3, 1536), drawn(2, 1, 1536), drawn(2, 1, 1536, seed=1)),
     "uneven": (lambda x, y: F.silu(x) * y - x, drawn(3, 7, 280), drawn(3, 1, 280)),
     "table": (lambda x: F.gelu(x * 3, approximate="tanh"), drawn(257, 8192)),
+    "padding": (lambda x: F.pad(x * 2, (0, 2), value=0.3), drawn(3, 7, 2)),
     "activations' gradients": (gradients, drawn(3, 7, 280), drawn(3, 7, 280, seed=1)),
     "a norm's gradient": (gradient_of_norm, drawn(2, 3, 512), drawn(2, 3, 512, seed=1)),
 }

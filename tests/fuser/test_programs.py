@@ -368,6 +368,9 @@ VIEWS = {
     "permute": lambda x: x.permute(2, 0, 1) + 1,
     "expand": lambda x: x[:, :1].expand(-1, 5, -1) * 2,
     "split": lambda x: torch.cat([p * i for i, p in enumerate(x.split([3, 1, 4], 1))], 1),
+    "padding": lambda x: F.pad(x * 2, (0, 1), value=0.3) + 1,
+    "padding of several": lambda x: F.pad(x * 2, (2, 0, 1, 3)) - 1,
+    "padding that is stored": lambda x: F.pad(x.float().transpose(1, 2), (0, 0, 0, 1), value=1.0),
     "stack": lambda x: torch.stack([x + 1, x * 2, -x], 1).flatten(1, 2),
     "repeat": lambda x: x.repeat(1, 2, 1) + 1,
     "unflatten": lambda x: (x.unflatten(-1, (3, 4)).transpose(1, 2) * 2).reshape(4, -1),
@@ -382,6 +385,13 @@ VIEWS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_views_and_moves(name, dtype):
     check(Small(VIEWS[name]), drawn(4, 8, 12, dtype=dtype))
+
+
+@pytest.mark.parametrize("x", [torch.arange(12).view(3, 4), drawn(3, 8)], ids=["int", "cut"])
+def test_other_padding_stays_pytorchs(x):
+    borders = (0, 2) if x.dtype == torch.int64 else (-1, 2)
+    plan = check(Small(lambda x: F.pad(x, borders).float() * 2 + 1), x)
+    assert plan.left == {"aten.constant_pad_nd.default": 1}
 
 
 def test_inputs_of_any_strides():

@@ -124,6 +124,50 @@ def test_a_layer_of_most_tokens_stays_if_it_is_not_wanted():
     assert str(made.graph) == before
 
 
+class Across(nn.Module):
+    """Linear layers of what a convolution leaves across: a token's elements are apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2) * 2
+        return self.one(tokens) + self.two(tokens) + tokens
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_rows_of_a_product_are_stored_by_the_program_that_computes_them(wanted, gradients):
+    torch.manual_seed(0)
+    block, x = Across().requires_grad_(gradients), torch.randn(2, 16, 3, 5)
+    made = recorded(block, x)
+    rewriting.take_bias_out_of_products(made.graph)
+    asked = []
+
+    def answer(node, by_program):
+        asked.append(by_program)
+        return wanted
+
+    rewriting.copy_rows_of_products(made.graph, answer)
+    assert asked == [True, True]
+    layers = made.graph.find_nodes(op="call_function", target=LINEAR)
+    assert {n.args[0].meta["val"].is_contiguous() for n in layers} == {wanted}
+    assert len({n.args[0] for n in layers}) == 1
+    got, expected = result(made, block, x)
+    assert torch.equal(got, expected) or wanted  # on a CPU a product of rows may have other bits
+    torch.testing.assert_close(got, expected)
+    assert got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 5, 16), torch.randn(2, 5, 32)[..., :16]])
+def test_rows_that_lie_at_equal_distances_are_read_where_they_are(x):
+    made = recorded(nn.Linear(16, 16), x)
+    before = str(made.graph)
+    rewriting.copy_rows_of_products(made.graph, lambda *_: True)
+    assert str(made.graph) == before
+
+
 def test_the_bias_stays_where_pytorch_is_told_to_flatten_rows(monkeypatch):
     monkeypatch.setenv("TORCH_LINEAR_FLATTEN_3D", "1")
     made = recorded(OfAPart(), torch.randn(2, 9, 16))
@@ -196,7 +240,7 @@ FORMS = {
 def test_an_activation_goes_into_the_product_after_it(form):
     block, x = Gated(form), torch.randn(4, 16)
     made = recorded(block, x)
-    rewriting.take_activations_into_products(made.graph, lambda node: True)
+    rewriting.take_activations_into_products(made.graph, lambda *_: True)
     (node,) = made.graph.find_nodes(op="call_function", target=LINEAR_OF_ACTIVATION)
     *_, activation, up, left = node.args
     assert (activation, up is not None, left is not None) == FORMS[form]
@@ -209,7 +253,7 @@ def test_an_activation_goes_into_the_product_after_it(form):
 def test_what_others_read_or_change_stays_an_activation_of_its_own(form):
     block, x = Gated(form), torch.randn(4, 16)
     made = recorded(block, x)
-    rewriting.take_activations_into_products(made.graph, lambda node: True)
+    rewriting.take_activations_into_products(made.graph, lambda *_: True)
     assert not made.graph.find_nodes(op="call_function", target=LINEAR_OF_ACTIVATION)
     torch.testing.assert_close(*result(made, block, x))
 

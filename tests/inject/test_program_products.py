@@ -45,6 +45,33 @@ def test_in_exact_its_bits_are_compared_once_on_random_numbers(same, exact):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_rows_are_copied_in_exact_if_all_that_pytorch_might_do_has_the_same_bits(same, exact):
+    block, x = nn.Linear(16, 16, bias=False), torch.randn(2, 16, 9).transpose(1, 2)
+    with torch.no_grad():
+        made = recording.record(block, (x,), {})
+    compared = []
+
+    class Compares(SameBits):
+        def __call__(self, way, x, sizes, bias, ours, eager):
+            compared.append((x.stride(), sizes))
+            (batched, copied), (one, two) = eager(), ours()
+            torch.testing.assert_close(one, batched)
+            assert torch.equal(two, copied)  # PyTorch copies for a weight that requires a gradient
+            return same
+
+    products = ProgramProducts(exact, None, Compares())
+    (layer,) = made.graph.find_nodes(op="call_function", target=LINEAR)
+    given, state = made.inputs(block, (x,), {}), torch.get_rng_state()
+    with torch.no_grad():
+        assert products.copied(made, given, layer, False) == (same or not exact)
+        block.requires_grad_(False)  # then PyTorch copies nothing
+        assert not products.copied(made, given, layer, False)
+    assert compared == [(x.stride(), (16,))] * exact
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_without_anything_to_compare_with_it_stays_apart():
     block, x = OfAPart(), torch.randn(2, 9, 16)
     with torch.no_grad():
@@ -52,6 +79,28 @@ def test_without_anything_to_compare_with_it_stays_apart():
     (layer,) = made.graph.find_nodes(op="call_function", target=LINEAR)
     given = made.inputs(block, (x,), {})
     assert not ProgramProducts(False, None, None).whole(made, given, layer, x, 0, 5)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fused"])
+def test_tokens_that_lie_across_are_multiplied_as_rows(numerics, monkeypatch):
+    """As on a GPU: SANA keeps the layout of its first convolution through all blocks."""
+    usual, changed = programs.Programs._planned, []
+
+    def planned(self, device, kind, made):
+        before = str(made.graph)
+        programs.take_bias_out_of_products(made.graph)
+        programs.copy_rows_of_products(made.graph, lambda *_: True)
+        changed.append(str(made.graph) != before)
+        return usual(self, device, kind, made)
+
+    monkeypatch.setattr(programs.Programs, "_planned", planned)
+    build = {"tiny": True, "dtype": torch.float32 if numerics == "exact" else torch.bfloat16}
+    model, inputs = models.build("sana-1.6b", **build), models.inputs("sana-1.6b", **build)
+    if numerics == "exact":
+        check_exact(model, inputs)
+    else:
+        check_fused(model, inputs)
+    assert any(changed)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fused"])

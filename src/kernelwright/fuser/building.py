@@ -279,6 +279,37 @@ def _scattered(builder: Builder, node: fx.Node, index: Index) -> Expression:
     return _piece(builder, (*index[:dim], remainder, *index[dim + 1 :]), dim, found, dtype)
 
 
+def can_be_padded(node: fx.Node) -> bool:
+    """Whether a padding is one of floats, and nowhere cuts anything off."""
+    return node.meta["val"].is_floating_point() and min(node.args[1]) >= 0
+
+
+def _padded(builder: Builder, node: fx.Node, index: Index) -> Expression:
+    """constant_pad_nd: a tensor among elements of one value."""
+    x, borders, value = (*node.args, 0)[:3]
+    dtype = node.meta["val"].dtype
+    value = torch.tensor(value, dtype=dtype).item()
+
+    def constant(at: Index) -> Expression:
+        return Step(aten.full.default, (value,), (), dtype)
+
+    def inside(dim: int, at: Index) -> Expression:
+        """The element where the dimensions from the last down to `dim` may lie in the padding."""
+        last = len(index) - 1
+        if 2 * (last - dim) >= len(borders):
+            return builder.at(x, at)
+        before, after = borders[2 * (last - dim) : 2 * (last - dim) + 2]
+        end = before + shape_of(x)[dim]
+        pieces: list[Piece] = [
+            (0, before, constant),
+            (before, end, partial(inside, dim - 1)),
+            (end, end + after, constant),
+        ]
+        return _piece(builder, at, dim, [p for p in pieces if p[0] < p[1]], dtype)
+
+    return inside(len(index) - 1, index)
+
+
 def _repeated(builder: Builder, node: fx.Node, index: Index) -> Expression:
     source = node.args[0]
     shape = shape_of(source)
@@ -363,6 +394,7 @@ MOVES: dict[Any, Callable[[Builder, fx.Node, Index], Expression]] = {
     aten.cat: _concatenated,
     aten.stack: _stacked,
     aten.slice_scatter: _scattered,
+    aten.constant_pad_nd: _padded,
     aten.repeat: _repeated,
     aten.view_as_complex: _as_complex,
     aten.view_as_real: _as_real,

@@ -87,7 +87,8 @@ class _Run:
     def _step(self, e: Step) -> Tensor:
         args = [self.values[a] if isinstance(a, Expression) else a for a in e.args]
         if e.op is aten.full.default:
-            return torch.zeros([1] * len(self.shape), dtype=e.dtype, device=self.device)
+            value: Any = args[0]
+            return torch.full([1] * len(self.shape), value, dtype=e.dtype, device=self.device)
         result = e.op(*args, **dict(e.kwargs))
         return result if result.dtype == e.dtype else result.to(e.dtype)
 

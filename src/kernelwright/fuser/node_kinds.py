@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS
+from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS, can_be_padded
 from .recorded_ops import RMS_NORM
 from .views import PARTS, VIEWS, aten, is_tensor, packet, shape_of
 
@@ -39,6 +39,8 @@ class NodeKinds:
             return isinstance(first, fx.Node) and len(first.users) == 1 and _is_fresh(first)
         if kind in REDUCTIONS:
             return _along_last(node)
+        if kind is aten.constant_pad_nd:
+            return can_be_padded(node)
         if _is_getitem(node):
             return node.args[0] in self.norms
         return (kind in STEPS or kind in MOVES) and is_tensor(node)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..backends.torch_internals import adds_bias_apart, linear_adds_bias_apart, pytree
+from .building import STEPS
 from .recorded_ops import LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
 from .row_layout import ACCESS
 from .views import PARTS, VIEWS, packet
@@ -78,6 +79,40 @@ def multiply_whole_rows(graph: fx.Graph, wanted: Wanted) -> None:
             part.meta["val"] = _called(part)
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+
+
+def copy_rows_of_products(graph: fx.Graph, wanted: Callable[[fx.Node, bool], bool]) -> None:
+    """Write down the copy that PyTorch makes of a linear layer's input if its rows do not lie at
+    equal distances, such as tokens that a convolution has left across: the program that computes
+    them can store them as rows. Only of layers that are `wanted`: this is asked with a layer, and
+    with whether its input is computed by a program."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=LINEAR):
+        x, *rest = node.args
+        if _lies_in_rows(x.meta["val"]) or not wanted(node, _is_step(x)):
+            continue
+        if x not in copies:
+            with graph.inserting_before(node):
+                dense = {"memory_format": torch.contiguous_format}
+                copies[x] = graph.call_function(aten.clone.default, (x,), dense)
+            copies[x].meta["val"] = _called(copies[x])
+        node.args = (copies[x], *rest)
+
+
+def _is_step(node: fx.Node) -> bool:
+    """Whether a value is, or is a view of, what an elementwise op computes."""
+    while packet(node) in VIEWS:
+        node = node.all_input_nodes[0]
+    return packet(node) in STEPS
+
+
+def _lies_in_rows(x: Tensor) -> bool:
+    """Whether its rows are those of a matrix."""
+    try:
+        x.view(-1, x.shape[-1])
+    except (RuntimeError, ValueError):  # a fake tensor raises the second
+        return False
+    return True
 
 
 def _add_after(graph: fx.Graph, node: fx.Node, bias: fx.Node) -> None:

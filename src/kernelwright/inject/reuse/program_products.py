@@ -134,8 +134,7 @@ class ProgramProducts:
     ) -> bool:
         """Whether a linear layer of some tokens may be a part of that of all rows: in `exact` if it
         then has the same bits, tried on random numbers."""
-        own = dict(zip(made.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        weight = own.get(layer.args[1])
+        weight = _value_of(layer.args[1], made, inputs)
         if self.same_bits is None or weight is None:
             return False
         if not self.exact:
@@ -147,8 +146,33 @@ class ProgramProducts:
             x,
             (first, count, len(weight)),
             False,
-            lambda: F.linear(x, weight).narrow(1, first, count),
-            lambda: F.linear(x.narrow(1, first, count), weight),
+            lambda: (F.linear(x, weight).narrow(1, first, count),) * 2,
+            lambda: _as_pytorch_might(x.narrow(1, first, count), weight),
+        )
+
+    def copied(
+        self, made: Recording, inputs: Sequence[Tensor], layer: fx.Node, by_program: bool
+    ) -> bool:
+        """Whether a linear layer shall read its input as rows, which a program computes, or PyTorch
+        would copy: in `exact` if it then has the same bits, tried on random numbers."""
+        like, bias = layer.args[0].meta["val"], layer.args[2]
+        weight = _value_of(layer.args[1], made, inputs)
+        if weight is None or not (by_program or weight.requires_grad):
+            return False
+        if not self.exact:
+            return True
+        if self.same_bits is None or bias is not None:
+            return False
+        drawn = torch.Generator(like.device).manual_seed(0)
+        x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        x.normal_(generator=drawn)
+        return self.same_bits(
+            "rows of its own",
+            x,
+            (len(weight),),
+            False,
+            lambda: (F.linear(x.contiguous(), weight),) * 2,
+            lambda: _as_pytorch_might(x, weight),
         )
 
     def _have_same_bits(self, like: Tensor, weights: list[Any], biases: list[Any]) -> bool:
@@ -181,3 +205,16 @@ def layers_of(root: nn.Module, made: Recording) -> dict[str, nn.Module]:
         if last == "weight" and type(layer) is nn.Linear:
             found[node] = layer
     return found
+
+
+def _value_of(node: Any, made: Recording, inputs: Sequence[Tensor]) -> Tensor | None:
+    """An input of a recording."""
+    own = dict(zip(made.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    return own.get(node)
+
+
+def _as_pytorch_might(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """F.linear of rows with gaps: it copies them for a weight that requires a gradient, even where
+    none is recorded, and multiplies batch by batch for any other. That can change at any time."""
+    own = weight.detach()
+    return F.linear(x, own), F.linear(x, own.detach().requires_grad_())

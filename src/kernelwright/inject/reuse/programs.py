@@ -27,6 +27,7 @@ from ...fuser.program import Program
 from ...fuser.recorded_ops import plain_attention
 from ...fuser.recording import CannotRecord, Recording
 from ...fuser.rewriting import (
+    copy_rows_of_products,
     join_products_of_one_input,
     multiply_whole_rows,
     take_activations_into_products,
@@ -198,11 +199,15 @@ class Programs:
         if self.fp8_layers is None:  # an fp8 GEMM adds the bias itself
             take_bias_out_of_products(made.graph)
         device = next((t.device for t in made.given(args, kwargs) if t.is_cuda), None)
+        inputs = made.inputs(module, args, kwargs)
         if device is not None:
-            self._rewrite_products(module, made, made.inputs(module, args, kwargs))
+            self._rewrite_products(module, made, inputs)
         if self.fp8_layers is not None:
             quantises = partial(self._products.quantises, module, made)
             take_activations_into_products(made.graph, quantises)
+        if device is not None:
+            copy_rows_of_products(made.graph, partial(self._products.copied, made, inputs))
+        if self.fp8_layers is not None:
             mark_rows(made.graph, partial(self._products.reads_rows, module, made))
         kind = type(module).__name__
         try:
