@@ -28,6 +28,8 @@ def test_every_command_exists_with_its_options_and_presets(tool, tmp_path):
             assert Path(*m.program).exists()
             continue
         command, words = main, m.arguments(tmp_path)
+        if words[0] == "bench":
+            words += tool.SHARED
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
         given = command.make_context(m.name, words).params  # an unknown option is an error

@@ -33,6 +33,7 @@ PEERS = "eager,compile,compile+graphs"
 TIERS = f"{PEERS},exact+graphs,fused+graphs,fp8+graphs"
 # of models that are also in another folder: beside `--out`, where a row stands once
 APART = ("fp8", "fp8-memory", "programs")
+SHARED = ("--device", "cuda")  # a command that is given none looks for a GPU that is idle
 LATE = 3.0  # times the expected seconds after which a measurement is stopped
 
 
@@ -138,12 +139,15 @@ def _recorded(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
 
 
-def record(measurement: Measurement, out: Path, environment: dict[str, str] | None = None) -> str:
-    """Run one; what became of it, in a few words."""
+def record(measurement: Measurement, out: Path, lock: Path | None = None) -> str:
+    """Run one; what became of it, in a few words. With a `lock` in turns with others."""
     file = measurement.file(out)
     file.parent.mkdir(parents=True, exist_ok=True)
     before = _recorded(file)
     command = [sys.executable, *measurement.program, *measurement.arguments(out)]
+    if lock and measurement.command[:1] == ("bench",):
+        command += SHARED
+    environment = in_turns(lock) if lock else None
     try:
         done = subprocess.run(
             command, check=False, timeout=LATE * measurement.seconds, env=environment
@@ -164,8 +168,8 @@ def in_turns(lock: Path) -> dict[str, str]:
 
 def record_each(todo: list[Measurement], out: Path, within: float, jobs: int) -> None:
     end = time.monotonic() + within
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(jobs) as pool:
-        environment = in_turns(Path(lock.name)) if jobs > 1 else None
+    with tempfile.NamedTemporaryFile() as file, ThreadPoolExecutor(jobs) as pool:
+        lock = Path(file.name) if jobs > 1 else None
 
         def run(number: int, m: Measurement) -> None:
             if time.monotonic() + m.seconds > end:
@@ -173,11 +177,11 @@ def record_each(todo: list[Measurement], out: Path, within: float, jobs: int) ->
                 return
             print(f"[{number} of {len(todo)}] {m.name}, about {m.seconds:.0f} s", flush=True)
             start = time.monotonic()
-            said = record(m, out, environment)
+            said = record(m, out, lock)
             print(f"{m.name}: {said}, {time.monotonic() - start:.0f} s", flush=True)
-            # one that was ended while it took times has left the others stopped
-            with turns.locked(Path(lock.name)):
-                turns.send(signal.SIGCONT, turns.children(os.getpid()))
+            if lock:  # one that was ended while it took times has left the others stopped
+                with turns.locked(lock):
+                    turns.send(signal.SIGCONT, turns.children(os.getpid()))
 
         for done in [pool.submit(run, number, m) for number, m in enumerate(todo, 1)]:
             done.result()
