@@ -29,10 +29,14 @@ SHAPES = {128: (2, 240), 64: (3, 160)}
 QUANTIZING = {128: 5, 64: 6}
 
 
-def plan_quantize(call: Call) -> CudaLaunch:
+def _check(call: Call) -> None:
     if call.target.capability != (9, 0):
         raise Unsupported("it was written for Hopper")
     check_fp8(call)
+
+
+def plan_quantize(call: Call) -> CudaLaunch:
+    _check(call)
     key, value = call["key"], call["value"]
     batch, heads, keys, dim = key.shape
     strides = *key.stride()[:3], *value.stride()[:3]
@@ -56,9 +60,7 @@ def plan_quantize(call: Call) -> CudaLaunch:
 
 
 def plan_attention(call: Call) -> CudaLaunch:
-    if call.target.capability != (9, 0):
-        raise Unsupported("it was written for Hopper")
-    check_fp8(call)
+    _check(call)
     query, out = call["query"], call["out"]
     batch, heads, queries, dim = query.shape
     if query.dtype.itemsize != 2 or out.stride(3) != 1 or any(s % 4 for s in out.stride()[:3]):
