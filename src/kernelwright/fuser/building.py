@@ -279,8 +279,8 @@ def _scattered(builder: Builder, node: fx.Node, index: Index) -> Expression:
     return _piece(builder, (*index[:dim], remainder, *index[dim + 1 :]), dim, found, dtype)
 
 
-def can_be_padded(node: fx.Node) -> bool:
-    """Whether a padding is one of floats, and nowhere cuts anything off."""
+def is_known_padding(node: fx.Node) -> bool:
+    """Whether a constant_pad_nd pads floats, and crops nothing."""
     return node.meta["val"].is_floating_point() and min(node.args[1]) >= 0
 
 

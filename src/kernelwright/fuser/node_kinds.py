@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS, can_be_padded
+from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS, is_known_padding
 from .recorded_ops import RMS_NORM
 from .views import PARTS, VIEWS, aten, is_tensor, packet, shape_of
 
@@ -40,7 +40,7 @@ class NodeKinds:
         if kind in REDUCTIONS:
             return _along_last(node)
         if kind is aten.constant_pad_nd:
-            return can_be_padded(node)
+            return is_known_padding(node)
         if _is_getitem(node):
             return node.args[0] in self.norms
         return (kind in STEPS or kind in MOVES) and is_tensor(node)

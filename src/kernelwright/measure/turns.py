@@ -48,6 +48,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def children(parent: int) -> list[int]:
+    """The processes that were started by any thread of this one."""
     return [
         int(pid)
         for task in Path(f"/proc/{parent}/task").iterdir()

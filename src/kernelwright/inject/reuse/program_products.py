@@ -215,6 +215,6 @@ def _value_of(node: Any, made: Recording, inputs: Sequence[Tensor]) -> Tensor | 
 
 def _as_pytorch_might(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """F.linear of rows with gaps: it copies them for a weight that requires a gradient, even where
-    none is recorded, and multiplies batch by batch for any other. That can change at any time."""
+    none is recorded, and multiplies batch by batch for any other. A user may change which it is."""
     own = weight.detach()
     return F.linear(x, own), F.linear(x, own.detach().requires_grad_())

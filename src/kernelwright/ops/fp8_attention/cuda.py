@@ -17,8 +17,8 @@ STAGES = 4  # of tiles in shared memory; 3 and 6 were not faster on H200
 BARRIERS = 1024  # bytes for them and for alignment
 
 # By head dimension: warpgroups of a block that attend, and registers of their threads; with 24 for
-# those that copy, not more than what the block is started with. Timed on H200: 1,184 TFLOP/s at
-# [1, 12, 32760, 128], 926 at [2, 48, 17776, 64]. An earlier kernel, of 959 and 726, was slower with
+# those that copy, not more than what the block is started with. Timed on H200: 1,134 TFLOP/s at
+# [1, 12, 32760, 128], 907 at [2, 48, 17776, 64]. An earlier kernel, of 959 and 726, was slower with
 # 64 keys at once, by three warpgroups (949 of head_dim 128) or with the scores of the next ones
 # started ahead (833 and 590), and in blocks that stay and take several parts of the queries.
 SHAPES = {128: (2, 240), 64: (3, 160)}

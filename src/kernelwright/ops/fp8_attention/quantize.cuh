@@ -18,8 +18,8 @@ struct QuantizeArgs {
 constexpr int QUANTIZE_THREADS = 256;
 constexpr int QUANTIZE_WARPS = QUANTIZE_THREADS / 32;
 constexpr int VECTOR = 8;  // elements that a thread reads at once
-constexpr int SAMPLE = 32;  // keys whose mean is taken off all
-constexpr unsigned GOLDEN = 2654435769u;  // the golden ratio, as a part of 2 ** 32
+constexpr int SAMPLE = 32;  // keys whose mean is subtracted from all, as in reference.py
+constexpr unsigned GOLDEN = 2654435769u;  // 2 ** 32 divided by the golden ratio
 constexpr float LEAST_SCALE = 7.8886090522101181e-31f;  // 2 ** -100: a float, as is its inverse
 
 // The largest of all threads, of floats that are not negative. Read as integers they have the same order, and what is
@@ -50,8 +50,8 @@ template <class T, int D, int A> struct KeyTile {
   static constexpr int ACROSS = D / VECTOR;  // threads of a row
   static constexpr int AT_ONCE = QUANTIZE_THREADS / ACROSS;  // rows
 
-  // Any vector may be taken off all keys, since that adds one number to all scores of a query: a few keys are enough.
-  // See reference.mean for which. Every block of a head adds them in one order, so that all have the same mean.
+  // The mean of a few keys, chosen as reference.mean says. Every block of a head adds them in one order, so that all have
+  // the same mean.
   // The tile is there for all threads when it returns.
   static __device__ __forceinline__ void mean(const T* keys, i64 stride, int count, float (&of_columns)[VECTOR]) {
     alignas(16) __shared__ float sums[QUANTIZE_WARPS][D];
@@ -169,8 +169,8 @@ template <class T, int D, int A> struct ValueTile {
     }
   }
 
-  // What every thread holds of four gets to the thread of that number, by its sender: words[to] becomes words[from]. The
-  // four are 8 lanes apart.
+  // Transposes 4 x 4 words among four threads, which are 8 lanes apart: each sends words[i] to the i-th of them, and
+  // words[i] becomes what the i-th has sent.
   static __device__ __forceinline__ void exchange(unsigned (&words)[4]) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {

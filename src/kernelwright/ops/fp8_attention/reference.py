@@ -12,7 +12,7 @@ from ..fp8.reference import DTYPE, LARGEST
 ROWS = 128  # keys of a tile, which share a scale; lengths in eight bits are multiples of it
 LARGEST_INT = 127.0
 SAMPLE = 32  # keys whose mean is taken off all of them
-GOLDEN = 2654435769  # the golden ratio, as a part of 2 ** 32
+GOLDEN = 2654435769  # 2 ** 32 divided by the golden ratio
 LOG2E = math.log2(math.e)
 # probabilities are multiplied by it before they are rounded: the largest becomes 2 ** 8
 SHIFT = 8
@@ -26,8 +26,10 @@ def padded(tokens: int) -> int:
 
 def mean(key: Tensor) -> Tensor:
     """About the mean of the keys [B, H, S, D]: that of SAMPLE of them, [B, H, D] in float32. Any
-    vector may be taken off all keys: that adds one number to all scores of a query. One is taken of
-    each SAMPLE-th of the keys, at a place in it that no period of a video or an image meets."""
+    vector may be subtracted from all keys: that adds one number to all scores of a query.
+
+    The keys are divided into SAMPLE parts, and one key is read from each, every time at another
+    offset: at equal distances they could all lie in a few columns of an image."""
     keys = key.shape[2]
     number = torch.arange(SAMPLE, device=key.device)
     chosen = number * keys // SAMPLE + (number * GOLDEN % 2**32 * (keys // SAMPLE) >> 32)
@@ -37,7 +39,7 @@ def mean(key: Tensor) -> Tensor:
 def quantize(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Key as int8 and value as fp8, transposed, in tiles [B, H, tiles, ROWS * D]; and of each tile
     the scales of key and value, the length of its longest key, and 0. About the mean of the keys is
-    taken off them."""
+    subtracted from them."""
     k = _rows(key.float() - mean(key)[:, :, None], padded(key.shape[2])).unflatten(2, (-1, ROWS))
     v = _rows(value.float(), padded(key.shape[2])).unflatten(2, (-1, ROWS))
     length = k.norm(dim=4).amax(3)
