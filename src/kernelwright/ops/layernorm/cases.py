@@ -24,6 +24,10 @@ LAYERNORM = [
     Case("plain", _norm(2, 3, 128, weight=False, bias=False)),
     Case("weight only", _norm(5, 1152, bias=False)),
     Case("bias only", _norm(5, 96, weight=False)),
+    # PyTorch's 128 threads do not get as many elements each
+    Case("uneven, one warp", _norm(7, 80)),
+    Case("uneven, two warps", _norm(7, 160, weight=False, bias=False)),
+    Case("uneven, last turn", _norm(2, 3, 2240, weight=False, bias=False)),
     Case("odd width, mean 100", _norm(3, 769, mean=100.0)),
     Case("mean 10000", _norm(3, 513, mean=1e4)),
     Case("no rows", _norm(0, 64)),

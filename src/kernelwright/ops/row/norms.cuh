@@ -394,7 +394,7 @@ struct TorchLayer {
     // contracted to fma where nvcc contracts PyTorch's expression
     const float d = x - mean, y = __fmul_rn(scale, d);
     if (weighted) return R::keep(biased ? __fmaf_rn(w, y, b) : __fmul_rn(w, y));
-    return R::keep(biased ? __fadd_rn(y, b) : y);  // as with a weight of one
+    return R::keep(biased ? __fmaf_rn(scale, d, b) : y);
   }
 };
 
