@@ -58,6 +58,17 @@ def test_strided_views_of_a_packed_projection_are_read_where_they_lie():
     assert torch.equal(fp8_attention(*views), fp8_attention(*apart))
 
 
+@pytest.mark.parametrize("which", range(3))
+def test_operands_that_no_kernel_can_read_are_refused(which):
+    """So that attention stays in 16 bits: plain PyTorch would hold all scores."""
+    operands = list(heads(256, 256, 64))
+    whole = operands[which]
+    shifted = torch.empty(whole.numel() + 1, dtype=whole.dtype, device="cuda")[1:]
+    operands[which] = shifted.view(whole.shape).copy_(whole)
+    with pytest.raises(ValueError, match="four at once"):
+        fp8_attention(*operands)
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("recipes", [True, False])
 def test_a_model_attends_in_eight_bits(recipes, graphs, monkeypatch):

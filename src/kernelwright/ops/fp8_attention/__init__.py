@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...backends.cuda import problem as cuda_problem
-from .. import checks
+from .. import checks, selection
 from ..folder_kernels import FolderKernels
 from ..fp8 import unsupported
 from ..fp8.reference import DTYPE
@@ -43,6 +43,14 @@ def fp8_attention(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_heads("fp8_attention", query=query, key=key, value=value)
+    if query.is_cuda and selection.surrounding() == "auto":
+        # raises where there is no kernel: plain PyTorch would hold all scores
+        with selection.use_backend("cuda"):
+            return _attend(query, key, value, scale)
+    return _attend(query, key, value, scale)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     eight = QUANTIZE_KV.run(key, value)
     return FP8_ATTENTION.run(query, *eight, key.shape[2], scale)
 
