@@ -18,7 +18,8 @@ EXACT = [
 ]
 
 # PyTorch sums these widths in an order that no kernel has: F.rms_norm and F.layer_norm widths that
-# are not a multiple of 4, at::mean some odd ones
+# are not a multiple of 4, at::mean some odd ones. How it adds a bias alone to F.layer_norm is not
+# known either
 WIDTHS = {
     ("adaln_layernorm", "diffusers"): ("odd width",),
     ("adaln_layernorm", "wan"): ("odd width",),
@@ -26,8 +27,8 @@ WIDTHS = {
     ("adaln_zero", "torch"): ("odd width",),
     ("gated_residual_norm", "torch"): ("norm only",),
     ("gated_residual_norm", "wan"): ("norm only",),
-    ("layernorm", "torch"): ("odd width, mean 100", "mean 10000"),
-    ("layernorm", "wan"): ("odd width, mean 100", "mean 10000"),
+    ("layernorm", "torch"): ("bias only", "odd width, mean 100", "mean 10000"),
+    ("layernorm", "wan"): ("bias only", "odd width, mean 100", "mean 10000"),
     ("rmsnorm", "torch"): (
         "storage offset",  # PyTorch uses another order where rows are not 16-byte aligned
         *(f"width {n}" for n in (1, 33, 41, 65, 123, 513, 769, 1001)),

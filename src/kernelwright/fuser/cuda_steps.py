@@ -45,6 +45,8 @@ def number(value: Any) -> str:
 def normed(of: str, given: list[str], exact: bool) -> str:
     """An element of a norm's result, not rounded yet."""
     x, weight, bias = (*given, "", "")[:3]
+    if exact and bias and not weight:
+        raise Unsupported("F.layer_norm with a bias and no weight")
     rounding = "Each<float>" if exact else "Once"
     return (
         f"{of}.template apply<{rounding}>({x}, {_flag(weight)}, {weight or '1.f'}, "

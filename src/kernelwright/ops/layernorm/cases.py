@@ -24,6 +24,7 @@ LAYERNORM = [
     Case("plain", _norm(2, 3, 128, weight=False, bias=False)),
     Case("weight only", _norm(5, 1152, bias=False)),
     Case("bias only", _norm(5, 96, weight=False)),
+    Case("narrow", _norm(5, 96)),
     # PyTorch's 128 threads do not get as many elements each
     Case("uneven, one warp", _norm(7, 80)),
     Case("uneven, two warps", _norm(7, 160, weight=False, bias=False)),

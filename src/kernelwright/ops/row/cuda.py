@@ -67,6 +67,9 @@ def _order(row: RowCall, chain: str | None, rows: int, room: int) -> Order:
     if chain is None:
         return Order({"rms": "FreeRms", "layer": "FreeLayer"}[row.norm])
     if row.norm == "layer":
+        if row.has("bias") and not row.has("weight"):
+            # on H200, float32, some elements differed both with and without an fma
+            raise Unsupported("F.layer_norm with a bias and no weight has no exact kernel")
         return layer_order(row.width, room)
     if row.has("bias"):
         raise Unsupported("an rms norm with bias has no exact kernel")

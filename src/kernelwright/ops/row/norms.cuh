@@ -392,9 +392,9 @@ struct TorchLayer {
   }
   template <class R> __device__ float apply(float x, bool weighted, float w, bool biased, float b) const {
     // contracted to fma where nvcc contracts PyTorch's expression
-    const float d = x - mean, y = __fmul_rn(scale, d);
-    if (weighted) return R::keep(biased ? __fmaf_rn(w, y, b) : __fmul_rn(w, y));
-    return R::keep(biased ? __fmaf_rn(scale, d, b) : y);
+    const float y = __fmul_rn(scale, x - mean);
+    if (!weighted) return R::keep(y);  // a bias alone is refused
+    return R::keep(biased ? __fmaf_rn(w, y, b) : __fmul_rn(w, y));
   }
 };
 
