@@ -56,6 +56,22 @@ def gradient_of_norm(g, x):
     return (g * r + of_mean.expand(x.shape) / 512 * (x.pow(1.0) * 2)).bfloat16()
 
 
+def heads_of_tokens(qkv):
+    """The keys of a packed projection for linear attention: channels before tokens, in float32."""
+    return F.relu(qkv[..., 128:256].unflatten(-1, (2, 64)).permute(0, 2, 3, 1)).float().contiguous()
+
+
+def tokens_of_heads(x):
+    """Back, divided by the last row of each head."""
+    divided = (x[:, :32] / (x[:, 32:] + 1)).unflatten(0, (2, 2))
+    return divided.permute(0, 3, 1, 2).flatten(2).contiguous()
+
+
+def two_across(x, y, z):
+    """Rows of an odd width, of tensors that begin anywhere."""
+    return ((x - y).transpose(1, 2) * z).contiguous()
+
+
 TABLES = [drawn(5, 128, dtype=torch.float32, seed=s) for s in (1, 2)]
 CASES = {
     "heads": (rotated_heads, drawn(2, 5, 1536), drawn(128), *TABLES),
@@ -65,6 +81,14 @@ CASES = {
     "table": (lambda x: F.gelu(x * 3, approximate="tanh"), drawn(257, 8192)),
     "padding": (lambda x: F.pad(x * 2, (0, 2), value=0.3), drawn(3, 7, 2)),
     "activations' gradients": (gradients, drawn(3, 7, 280), drawn(3, 7, 280, seed=1)),
+    "across": (heads_of_tokens, drawn(2, 100, 384)),
+    "across and back": (tokens_of_heads, drawn(4, 33, 70).abs()),
+    "two across": (
+        two_across,
+        drawn(3, 71, 101)[..., 1:],
+        drawn(3, 71, 101, seed=1)[..., :100],
+        drawn(3, 1, 71),
+    ),
     "a norm's gradient": (gradient_of_norm, drawn(2, 3, 512), drawn(2, 3, 512, seed=1)),
 }
 
@@ -78,6 +102,7 @@ def test_a_kernel_computes_what_the_interpreter_does(case, tmp_path):
     tensors = {**plan.constants, **dict(zip(names, inputs, strict=True))}
     (program,) = (s for s in plan.steps if isinstance(s, Program))
     kernel = launching.Kernels()._kernel(program, launching.layout_of([program], plan.values))
+    assert ("__shared__ __nv_bfloat16 tile0" in kernel.code) == ("across" in case)
     want = {
         s.target: torch.empty_strided(s.shape, s.strides, dtype=s.dtype) for s in program.stores
     }

@@ -11,7 +11,7 @@ from kernelwright.backends import cuda
 from kernelwright.fuser import interpreter, planning, recording, running
 from kernelwright.fuser.eight_bit_rows import READ_IN_EIGHT_BITS, eight_bit_rows
 from kernelwright.fuser.expression import Load
-from kernelwright.fuser.launching import Kernels
+from kernelwright.fuser.launching import Kernels, kernel_of, layout_of
 from kernelwright.fuser.layouts import IN_ROWS
 
 
@@ -49,6 +49,26 @@ def check(module, *args):
 def test_a_norm_reads_a_copy_that_lies_in_rows():
     plan = check(Small(lambda x: F.layer_norm(x, (64,)) * 2), across(2, 48, 64))
     assert copies(plan) == [("arg0_1", "arg0_1" + IN_ROWS)]
+
+
+def test_a_program_without_sums_reads_what_lies_across_by_tiles():
+    def forward(x):
+        return (x.transpose(1, 2) * 2).contiguous()
+
+    plan = check(Small(forward), drawn(2, 48, 64))
+    assert copies(plan) == []
+    (program,) = plan.steps
+    assert "tile0" in kernel_of(program, layout_of([program], plan.values)).code
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_of_tiles_compiles(dtype):
+    pytest.importorskip("cuda.core")
+    x, y = drawn(2, 48, 64).to(dtype), drawn(2, 64, 48).to(dtype)
+    _, plan = planned(Small(lambda x, y: (x.transpose(1, 2) * y).float().contiguous()), x, y)
+    (program,) = plan.steps
+    code = kernel_of(program, layout_of([program], plan.values)).code
+    assert cuda.compile_cubin(code, "sm_90")
 
 
 def test_a_result_that_others_read_is_copied_back():

@@ -12,15 +12,22 @@ from .row_orders import scratch_name
 from .row_sharing import RowSharing
 
 
-def head_lines(sharing: RowSharing, count: int, wide: bool) -> list[str]:
-    """Up to the body of a kernel that takes `count` pointers, if `wide` with strides of 64 bits."""
-    variables = max(len(sharing.shape.rows), 1)
+def include_lines(sharing: RowSharing) -> list[str]:
+    """The headers with what a kernel calls."""
     return [
         '#include "ops/row/norms.cuh"',
         '#include "ops/gelu/cuda.cuh"',
         *(['#include "ops/row/eight.cuh"'] if sharing.eight else []),
         *(['#include "fuser/gradients.cuh"'] if _has_gradients(sharing) else []),
         "using namespace kernelwright;",
+    ]
+
+
+def head_lines(sharing: RowSharing, count: int, wide: bool) -> list[str]:
+    """Up to the body of a kernel that takes `count` pointers, if `wide` with strides of 64 bits."""
+    variables = max(len(sharing.shape.rows), 1)
+    return [
+        *include_lines(sharing),
         f"using Bytes = {'i64' if wide else 'unsigned long long'};",
         f"struct Args {{ void* at[{count}]; {'i64' if wide else 'unsigned'} "
         f"strides[{count}][{variables}]; Divisor extents[{variables}]; unsigned count; }};",

@@ -35,10 +35,12 @@ aten: Any = torch.ops.aten
 
 def kernel(program: Program, tensors: Mapping[str, Tensor], exact: bool = True) -> Kernel:
     """The kernel of a program whose tensors lie so; unless `exact` it rounds at its stores only."""
-    return _Emitter(program, tensors, exact).made()
+    return Emitter(program, tensors, exact).made()
 
 
-class _Emitter(RowSharing):
+class Emitter(RowSharing):
+    """Writes the kernel of a program, row by row."""
+
     def made(self) -> Kernel:
         # the first time tells what is loaded, and so what there is room for
         vectors = self._written(frozenset())[0].vectors

@@ -59,7 +59,7 @@ class Values:
     row_index: Callable[[Access], str] = lambda _: ""
     # names of tables by what they are made with
     tables: Mapping[str, str] = field(default_factory=dict)
-    # what is rounded even where nothing else is: see `_Emitter._rounded`
+    # what is rounded even where nothing else is: see `Emitter._rounded`
     rounds: frozenset[Any] = frozenset()
     # values along the row that stay in registers
     held: dict[Any, None] = field(default_factory=dict)

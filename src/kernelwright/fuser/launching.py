@@ -14,7 +14,7 @@ import torch
 from .. import backends
 from ..backends import Target, Unsupported
 from ..backends.cuda import CudaLaunch, compile_cubin
-from . import cuda_source, cuda_transpose
+from . import cuda_source, cuda_tiles, cuda_transpose
 from .cuda_kernel import ENTRY, Kernel
 from .eight_bit_rows import contiguous_strides, eight_bit_rows
 from .program import Program
@@ -42,7 +42,11 @@ def kernel_of(
     program: Program, layout: Mapping[str, cuda_source.Tensor], exact: bool = True
 ) -> Kernel:
     """The kernel of a program whose tensors lie so."""
-    return cuda_transpose.kernel(program, layout) or cuda_source.kernel(program, layout, exact)
+    return (
+        cuda_transpose.kernel(program, layout)
+        or cuda_tiles.kernel(program, layout, exact)
+        or cuda_source.kernel(program, layout, exact)
+    )
 
 
 def launch_of(kernel: Kernel, multiprocessors: int = 1) -> ProgramLaunch:

@@ -4,7 +4,7 @@ A convolution leaves its channels apart: a token's elements are then as far from
 are tokens, and eager's additions keep that layout through all blocks. A program whose threads walk
 along such a row would touch a sector of memory for each element. So it reads a copy that lies in
 rows, and what it writes is copied back, each by one kernel that moves tiles. Nothing is copied back
-that only programs read.
+that only programs read, and nothing is copied for a program that can be run by tiles.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import fx
 
 from ..backends import Unsupported
+from .cuda_kernel import Tensor
+from .cuda_tiles import directions
 from .expression import Load, rewritten, walk
 from .index import Affine, position
 from .lowering import Shape
@@ -55,8 +57,9 @@ class _Layouts:
                 continue
             step = _turned(step, self.values)
             across = _across(step, self.values)
+            tiled = self._is_tiled(step, across)
             for name in step.loads:
-                if name in across and name not in self.copied:
+                if name in across and name not in self.copied and not tiled:
                     self.copied[name] = across[name]
                     found.append(self._copy(name, name + IN_ROWS, across[name]))
             stored = [s.target for s in step.stores if s.target in across and parts[s.target] == 1]
@@ -67,6 +70,14 @@ class _Layouts:
                     strides = self.values[name].stride()
                     found.append(self._copy(name + IN_ROWS, name, strides))
         return found
+
+    def _is_tiled(self, program: Program, across: Collection[str]) -> bool:
+        """Whether a kernel reads by tiles what lies across, so that it needs no copy."""
+        if any(s.target in across for s in program.stores):
+            return False  # copied back, if at all: who reads it wants rows
+        tensors = {n: Tensor(self.values[n].stride(), self.values[n].dtype) for n in program.loads}
+        tensors |= {s.target: Tensor(s.strides, s.dtype) for s in program.stores}
+        return directions(program, tensors) is not None
 
     def _renamed(self, program: Program) -> Program:
         """A program that reads and writes the copies."""

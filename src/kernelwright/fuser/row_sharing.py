@@ -50,7 +50,7 @@ class RowSharing:
         self.tensors = {name: t.as_real() for name, t in self.tensors.items()}
         self.extents = dict(self.program.extents)
         space = Space(self.extents)
-        self.shape = Shape.of(self.program)
+        self.shape = self._shape()
         self.width = prod(self.extents[n] for n in self.shape.along)
         self.rows = prod(self.extents[n] for n in self.shape.rows)
         values = [lowered(s.value, space) for s in self.program.stores]
@@ -62,7 +62,7 @@ class RowSharing:
         # whether several threads share a row; otherwise each has one vector of it
         self.by_row = bool(self.statistics or self.eight)
         size = min((s.dtype.itemsize for s in self.program.stores), default=4)
-        self.V = widest_vector(self.shape, self.extents, size)
+        self.V = self._vector(size)
         self.threads = self.width // self.V
         self.orders: dict[Statistics, str] = {}
         if self.statistics:
@@ -86,6 +86,14 @@ class RowSharing:
                 self.layout.address(e.source, self.tensors[e.source].strides, e.index, e.dtype)
         # a variable of which a thread takes several rows
         self.by, self.together = "", 1
+
+    def _shape(self) -> Shape:
+        return Shape.of(self.program)
+
+    def _vector(self, size: int) -> int:
+        """How many neighbours a thread holds as one vector; `size` are the bytes of the smallest
+        element that is stored."""
+        return widest_vector(self.shape, self.extents, size)
 
     def take_several_rows(self, loaded: list[Access]) -> None:
         """Let a thread take several rows, where that saves loads of these."""
