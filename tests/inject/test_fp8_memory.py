@@ -104,6 +104,25 @@ def test_the_memory_of_a_weight_is_released_once_its_layer_was_compared(model, x
     assert resting_in(model) == [f"blocks.{i}.weight" for i in range(3)]
 
 
+@pytest.mark.parametrize("recipes", [True, False])
+def test_weights_that_stay_in_16_bits_do_not_lie_among_those_that_leave(recipes, tmp_path):
+    """PyTorch gives memory back in segments of several weights."""
+    model, inputs = built("ltx-video")
+    kw.inject(model, numerics="fp8", keep="gpu", recipes=recipes)
+    expected = run(model, inputs)
+    kw.restore(model)
+    layers = [getattr(b.attn2, name) for b in model.transformer_blocks for name in ("to_k", "to_v")]
+    memory = [ref(layer.weight.untyped_storage()) for layer in layers]
+    objects = [layer.weight for layer in layers]
+    kw.inject(model, numerics="fp8", recipes=recipes)
+    assert all(same(run(model, inputs), expected) for _ in range(3))
+    assert all(m() is None for m in memory)
+    assert all(layer.weight is o for layer, o in zip(layers, objects, strict=True))
+    assert not any(map(is_at_rest, objects))
+    model.save_pretrained(tmp_path)  # which refuses weights that share memory
+    kw.restore(model)
+
+
 @pytest.mark.filterwarnings("ignore:.*in fp8:UserWarning")
 def test_the_weight_of_a_layer_that_was_refused_stays(model, x, monkeypatch):
     monkeypatch.setattr(accuracy, "error", lambda result, expected: 0.5)

@@ -101,6 +101,8 @@ class Fp8Layers:
             self._left.add(layer)
             self.checker.misfits[layer] = why
             self.fetch(layer)
+            if not capturing() and not in_functorch():
+                self.resting.settle(layer, self.memory)
 
     def in_16_bits(self, layer: Any, x: Tensor) -> Tensor:
         """layer(x) by its own forward, with its weight on the device of x."""

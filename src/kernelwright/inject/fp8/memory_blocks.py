@@ -25,7 +25,7 @@ class MemoryBlocks:
     is freed with its last slice."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        self._allocate = allocate
+        self.allocate = allocate
         self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
         self.total = 0  # bytes of all blocks
         self._lock = threading.Lock()
@@ -38,8 +38,8 @@ class MemoryBlocks:
                 block = min(LARGEST, max(SMALLEST, block))
                 if size > block // 4:  # the end of a block would stay unused
                     self.total += size
-                    return self._allocate(size)
-                self._block, begin = self._allocate(block), 0
+                    return self.allocate(size)
+                self._block, begin = self.allocate(block), 0
                 self.total += block
             self._used = begin + size
             return self._block[begin : begin + size]
@@ -62,6 +62,11 @@ class GpuBlocks:
         copy = piece.view(t.dtype).view(t.shape)
         copy.view(torch.uint8).copy_(t.view(torch.uint8))  # not every device copies fp8 tensors
         return copy
+
+    def alone(self, t: Tensor) -> Tensor:
+        """A copy of a contiguous tensor that is no slice, beside the blocks."""
+        memory = self._of(t.device).allocate(t.nbytes)
+        return memory.view(t.dtype).view(t.shape).copy_(t)
 
     def _of(self, device: torch.device) -> MemoryBlocks:
         if device not in self._on:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..graphs.capture import relocated
 from ..reuse.prompt_values import MadeFrom
 from ..state.weights_at_rest import is_at_rest, note_at_rest
+from .memory_blocks import GpuBlocks
 from .pinned_memory import PinnedMemory
 
 KEEP = ("cpu", "gpu", None)
@@ -102,6 +103,18 @@ class Resting:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             weight = layer._parameters["weight"]
             self._put(layer, _Rest(self._memory.like(weight).copy_(weight), home))
+
+    def settle(self, layer: Any, memory: GpuBlocks) -> None:
+        """Move the weight of a layer that stays in 16 bits away from those that leave. PyTorch puts
+        weights of some MiB into one segment of its memory, and frees that when all have left: 56
+        weights of LTX-Video, 448 MiB, kept 1.75 GiB."""
+        weight = weight_of(layer)
+        if self.keep == "gpu" or layer in self.staying or type(weight) is not nn.Parameter:
+            return
+        if leaves_gpu(weight) and _fills_storage(weight):
+            with self._lock, torch.inference_mode(False), torch.no_grad():
+                weight.data = memory.alone(weight.data)
+                relocated()
 
     def _put(self, layer: Any, rest: _Rest) -> None:
         weight = layer._parameters["weight"]
