@@ -434,3 +434,24 @@ def test_graphs_of_torch_compile_are_its_own_if_the_whole_cannot_be_captured(fai
     (said,) = run.graph_lines
     why = "torch.compile's own graphs: operation failed due to a previous error during capture"
     assert said == (why if fails else "1 graph")
+
+
+def test_what_was_compiled_serves_graphs_too_and_is_undone_before_anything_else(monkeypatch):
+    compiled, undone = [], []
+
+    def compile_(model, stack, parts, own_graphs=False):
+        compiled.append(parts)
+        stack.callback(undone.append, parts)
+        return model
+
+    monkeypatch.setattr(configs, "_compiled", compile_)
+    monkeypatch.setattr(configs, "CudaRecorder", lambda: Recorder(False))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, compilation, reused = torch.nn.Linear(2, 2), configs.Compilation(), []
+    for config in ("compile", "compile+graphs", "compile+autotune", "eager"):
+        with ExitStack() as stack:
+            configs.configured(model, config, stack, compilation=compilation)
+            reused.append(compilation.reused)
+    assert compiled == [("compile",), ("compile", "autotune")]
+    assert undone == compiled
+    assert reused == [False, True, False, False]

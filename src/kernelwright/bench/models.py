@@ -27,7 +27,7 @@ from ..errors import BadSetting, CannotRun
 from ..inject.runtime.sites import equal
 from ..inject.verify import accuracy
 from ..measure import results, turns
-from ..measure.configs import CONFIGS, configured, tier_of
+from ..measure.configs import CONFIGS, Compilation, configured, tier_of
 from ..measure.results import environment_of
 from ..measure.timing import milliseconds, wait
 from ..models.catalog import preset as preset_named
@@ -69,7 +69,7 @@ def measure(
     place: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     build = {**place, "layers": layers}
     rows = [_row(preset, config, tiny, dtype, layers, sizes) for config in configs]
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as stack:
         try:
             model = models.build(preset, **build)
             inputs = models.inputs(preset, **{**place, **sizes})
@@ -85,11 +85,13 @@ def measure(
         if with_latents and latents.denoises(inputs):
             denoised = latents.last_latents(model, inputs)
         eager_error = None if truth is None else accuracy.error(expected, truth)
+        compilation = stack.enter_context(closing(Compilation()))
         for row in rows:
             config = row["config"]
             try:
                 row |= _measure(
-                    model, inputs, config, expected, truth, eager_error, seconds, denoised
+                    *(model, inputs, config, compilation, expected, truth, eager_error),
+                    *(seconds, denoised),
                 )
                 if config in first_of:
                     row |= first_result.cold_and_warm(preset, config, sizes=sizes, **build)
@@ -132,6 +134,7 @@ def _measure(
     model: nn.Module,
     inputs: dict[str, Any],
     config: str,
+    compilation: Compilation,
     expected: Any,
     truth: Any,
     eager_error: float | None,
@@ -143,7 +146,7 @@ def _measure(
     with ExitStack() as stack:
         begin = time.perf_counter()
         try:
-            run, report = configured(model, config, stack)
+            run, report = configured(model, config, stack, compilation=compilation)
         except (ValueError, CannotRun) as no:
             raise Unavailable(str(no)) from None
         result = run(**inputs)
@@ -160,7 +163,8 @@ def _measure(
             "error": None if truth is None else accuracy.error(result, truth),
             "eager_error": eager_error,
         }
-        if not turns.taken():  # others ran meanwhile
+        # not if others ran meanwhile, or a part of it was done before
+        if not (turns.taken() or compilation.reused):
             row |= {"first_s": first, "second_s": second}
         _check(config, tier, row, accuracy.rows(expected))
         del result

@@ -68,13 +68,53 @@ CONFIGS = (
 STRICT = ("strict", "strict_pointwise", "strict_reduction")
 
 
+class Compilation:
+    """What torch.compile has made of a model without injection, kept for the next configuration if
+    that differs in graphs alone: torchao has each kernel tuned, which takes minutes."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._made: tuple[tuple[str, ...], Callable[..., Any]] | None = None
+        self.reused = False
+
+    def of(self, model: nn.Module, parts: Sequence[str]) -> Callable[..., Any]:
+        what = _compiled_parts(parts)
+        self.reused = self._made is not None and self._made[0] == what
+        if self._made is None or not self.reused:
+            self.close()
+            model = _with_torchao(model) if "torchao" in parts else model
+            self._made = what, _compiled(model, self._stack, what)
+        return self._made[1]
+
+    def keep_for(self, parts: Sequence[str]) -> None:
+        """Undo what a configuration of these parts does not use."""
+        if self._made is not None and self._made[0] != _compiled_parts(parts):
+            self.close()
+
+    def close(self) -> None:
+        self._made, self.reused = None, False
+        self._stack.close()
+
+
+def _compiled_parts(parts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(part for part in parts if part != "graphs")
+
+
 def configured(
-    model: nn.Module, config: str, stack: ExitStack, trains: bool = False
+    model: nn.Module,
+    config: str,
+    stack: ExitStack,
+    trains: bool = False,
+    compilation: Compilation | None = None,
 ) -> tuple[Callable[..., Any], Report | None]:
     """The callable for `model` in this configuration, until `stack` closes, and inject's report.
-    `trains`: whether gradients are recorded."""
+    `trains`: whether gradients are recorded; `compilation`: of the configurations before."""
     parts = config.split("+")
     report = None
+    if compilation is None:
+        compilation = Compilation()
+        stack.callback(compilation.close)
+    compilation.keep_for(parts)
     if "fa4" not in parts:
         stack.enter_context(without_fa4())
     elif not fa4_installed():
@@ -83,17 +123,17 @@ def configured(
         ways: dict[str, Any] = {"recipes": False} if "programs" in parts else {}
         how = injected(model, numerics=tier, graphs="graphs" in parts, **ways)
         report = stack.enter_context(how)
-    if "torchao" in parts:
-        model = _with_torchao(model)
     if "compile" not in parts:
-        return model, report
-    if tier is not None or "graphs" not in parts:
+        return (_with_torchao(model) if "torchao" in parts else model), report
+    if tier is not None:
         return _compiled(model, stack, parts), report
+    if "graphs" not in parts:
+        return compilation.of(model, parts), report
     if not torch.cuda.is_available():
         raise CannotRun("CUDA graphs need a GPU")
     if trains:
         return _step_by_step(_compiled(model, stack, parts, own_graphs=True)), report
-    return _captured(model, stack, parts), report
+    return _captured(model, compilation, stack, parts), report
 
 
 def tier_of(config: str) -> str | None:
@@ -154,12 +194,14 @@ def _compiled(
     return model
 
 
-def _captured(model: Any, stack: ExitStack, parts: Sequence[str]) -> Callable[..., Any]:
+def _captured(
+    model: Any, compilation: Compilation, stack: ExitStack, parts: Sequence[str]
+) -> Callable[..., Any]:
     """A compiled model as one CUDA graph, at least as fast as torch.compile's own graphs (mode
     "reduce-overhead"): inputs are not copied, and blocks that were compiled apart share a graph.
     Its own graphs are used where that one cannot be captured: transformers makes other masks during
     a capture, for which blocks would be compiled again."""
-    compiled, recorder = _compiled(model, stack, parts), CudaRecorder()
+    compiled, recorder = compilation.of(model, parts), CudaRecorder()
     runs: dict[str, Any] = {}
 
     def graph_of(inputs: dict[str, Any]) -> Callable[..., Any]:
@@ -180,7 +222,9 @@ def _captured(model: Any, stack: ExitStack, parts: Sequence[str]) -> Callable[..
             try:
                 runs["graphs"], said = graph_of(inputs), "1 graph"
             except RuntimeError as no:
-                own = _compiled(model, stack, parts, own_graphs=True)
+                compilation.close()
+                again = _with_torchao(model) if "torchao" in parts else model
+                own = _compiled(again, stack, parts, own_graphs=True)
                 why = str(no).strip().partition("\n")[0]
                 runs["graphs"], said = _step_by_step(own), f"torch.compile's own graphs: {why}"
             first_or_next.graph_lines = [said]  # type: ignore[attr-defined]
