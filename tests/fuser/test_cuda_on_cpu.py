@@ -37,6 +37,12 @@ def rotated_pairs(x, weight, cos, sin):
     return blocks.rotated_in_pairs(heads, cos[:, None], sin[:, None])
 
 
+def rotated_by_matrices(x, matrices):
+    """Pairs of a head, each by a matrix of its own."""
+    pairs = x.unflatten(-1, (4, -1, 1, 2)).float()
+    return (matrices[:, None] * pairs).sum(-1).flatten(-3).to(x.dtype)
+
+
 def modulated(x, scale, gate):
     """A norm after a residual, with rows of which a thread has several vectors. The residual is
     stored, and so the norm reads it as it was rounded, whatever the tier."""
@@ -76,6 +82,7 @@ TABLES = [drawn(5, 128, dtype=torch.float32, seed=s) for s in (1, 2)]
 CASES = {
     "heads": (rotated_heads, drawn(2, 5, 1536), drawn(128), *TABLES),
     "pairs": (rotated_pairs, drawn(2, 5, 256), drawn(64), *(t[:, :64] for t in TABLES)),
+    "matrices": (rotated_by_matrices, drawn(2, 5, 256), drawn(5, 32, 2, 2, dtype=torch.float32)),
     "rows": (modulated, drawn(2, 3, 1536), drawn(2, 1, 1536), drawn(2, 1, 1536, seed=1)),
     "uneven": (lambda x, y: F.silu(x) * y - x, drawn(3, 7, 280), drawn(3, 1, 280)),
     "table": (lambda x: F.gelu(x * 3, approximate="tanh"), drawn(257, 8192)),

@@ -145,7 +145,7 @@ class Emitter(RowSharing):
         rows = f"[{self.together}]" if self.differs(x.access) else ""
         rows = f"[{AHEAD}]" if self.tables else rows
         vectors = "[S::K]" if self.by_row else ""
-        return f"  Vec<{type_name(x.dtype)}, {self.V}> v{x.access.number}{rows}{vectors};"
+        return f"  Vec<{type_name(x.dtype)}, {x.size}> v{x.access.number}{rows}{vectors};"
 
     def _loads(self, v: Values, which: list[Vector]) -> list[str]:
         """Loads of vectors, before anything waits for one of them."""

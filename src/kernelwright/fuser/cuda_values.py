@@ -36,11 +36,12 @@ from .row_layout import Access, RowLayout
 
 @dataclass(frozen=True)
 class Vector:
-    """A load of V neighbours: where they are, and which of them each lane takes."""
+    """A load of neighbours: where they are, how many, and which of them each lane takes."""
 
     access: Access
     lanes: tuple[int, ...]
     dtype: torch.dtype
+    size: int
 
 
 @dataclass
@@ -290,10 +291,15 @@ class Values:
     def vector(self, e: Load) -> Vector | None:
         """The vector that a load along the row is part of, if it lies so."""
         access, lanes = self.layout.address(e.source, self.strides[e.source], e.index, e.dtype)
-        within = self.V > 1 and max(lanes) < self.V and len(set(lanes)) > 1
-        if within and e.dtype in TYPES and self.layout.is_aligned(access):
-            return Vector(access, tuple(lanes), e.dtype)
-        return None
+        size = self.layout.vector_size(access)
+        if self.V == 1 or size is None or e.dtype not in TYPES:
+            return None
+        # of twice as many, every lane takes another one: they are not loaded for a few
+        if len(set(lanes)) < (2 if size == self.V else self.V) or not self.layout.is_aligned(
+            access
+        ):
+            return None
+        return Vector(access, tuple(lanes), e.dtype, size)
 
     def _vector_name(self, vector: Vector) -> str:
         """A vector in registers; it is loaded with the others, or here for the first time."""
@@ -303,7 +309,7 @@ class Values:
         name = self.name_of(vector)
         if number in self.late and number not in self._here:
             self._here.add(number)
-            kind = f"Vec<{type_name(vector.dtype)}, {self.V}>"
+            kind = f"Vec<{type_name(vector.dtype)}, {vector.size}>"
             self.inner.append(f"{kind} {name}; {name}.load({self.place(vector.access)});")
         return name
 

@@ -31,6 +31,7 @@ class Access:
     constant: int
     strides: list[int]
     dynamic: tuple[tuple[str, int], ...]
+    reach: int = 0  # the last element that a lane takes, counted from the first of the vector
 
 
 def widest_vector(shape: Shape, extents: Mapping[str, int], itemsize: int) -> int:
@@ -112,7 +113,18 @@ class RowLayout:
         if key not in self.accesses:
             number = len(self.accesses)
             self.accesses[key] = Access(number, name, dtype, low, strides, dynamic)
-        return self.accesses[key], [lane - low for lane in lanes]
+        access = self.accesses[key]
+        access.reach = max(access.reach, max(lanes) - low)
+        return access, [lane - low for lane in lanes]
+
+    def vector_size(self, access: Access) -> int | None:
+        """How many neighbours are loaded for the lanes of an access: V, or twice as many where they
+        take every second one, as of a matrix for each pair; None if they lie further apart, or if
+        the last 16 bytes might lie beyond the end of the tensor."""
+        if access.reach < self.V:
+            return self.V
+        last = 2 * self.V - min(2 * self.V, ACCESS // access.dtype.itemsize)
+        return 2 * self.V if last <= access.reach < 2 * self.V else None
 
     def offset(self, access: Access) -> str:
         """What to add to a pointer for the vector at `base`; `first` is where the first vector of

@@ -111,7 +111,7 @@ class RowSharing:
     def late(self, vectors: Mapping[int, tuple[Vector, int]]) -> frozenset[int]:
         """Vectors that are loaded where they are used: those after the first sums, if all would
         take too many registers."""
-        sizes = [self.V * v.dtype.itemsize // 4 * self.per_thread for v, _ in vectors.values()]
+        sizes = [v.size * v.dtype.itemsize // 4 * self.per_thread for v, _ in vectors.values()]
         later = [n for n, (_, level) in vectors.items() if level]
         return frozenset(later) if sum(sizes) > EARLY else frozenset()
 
