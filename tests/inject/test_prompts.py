@@ -4,6 +4,7 @@ from weakref import ref
 
 import pytest
 import torch
+from diffusers.models.embeddings import PixArtAlphaTextProjection
 from everything import share
 from torch import nn
 
@@ -43,7 +44,9 @@ HOW = pytest.mark.parametrize("recipes", [True, False], ids=["recipes", "program
 
 
 @HOW
-@pytest.mark.parametrize("name", ["ltx-video", "pixart", "sdxl-unet", "ltx-2", "wan-1.3b"])
+@pytest.mark.parametrize(
+    "name", ["ltx-video", "pixart", "sdxl-unet", "ltx-2", "wan-1.3b", "sana-1.6b"]
+)
 def test_a_prompt_is_used_again_as_long_as_it_is_the_same(name, recipes, made):
     model, inputs = built(name)
     expected = run(model, inputs)
@@ -114,10 +117,13 @@ def test_whatever_changes_is_seen_at_once(change, graphs, recipes, monkeypatch):
     assert all(same(result, expected) for result in results)
 
 
-@HOW
-def test_a_graph_makes_them_only_for_a_new_prompt(recipes, monkeypatch, made):
+@pytest.mark.parametrize(
+    ("name", "recipes", "before_blocks"),
+    [("ltx-video", True, 1), ("ltx-video", False, 1), ("sana-1.6b", True, 2)],  # its norm too
+)
+def test_a_graph_makes_them_only_for_a_new_prompt(name, recipes, before_blocks, monkeypatch, made):
     monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
-    model, inputs = built()
+    model, inputs = built(name)
     report = kw.inject(model, graphs=True, recipes=recipes)
     for _ in range(4):
         run(model, inputs)
@@ -128,10 +134,51 @@ def test_a_graph_makes_them_only_for_a_new_prompt(recipes, monkeypatch, made):
     assert not made
     change_text(model, other)
     changed = run(model, other)
-    assert len(made) == 1 + len(model.transformer_blocks)
+    assert len(made) == before_blocks + len(model.transformer_blocks)
     kw.restore(model)
     assert same(changed, run(model, other))
     assert same(result, run(model, {**other, TEXT: inputs[TEXT]}))
+
+
+class WritesToText(nn.Module):
+    """Writes to what a part of it, which is computed once per prompt, has returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.caption_projection = PixArtAlphaTextProjection(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.out = nn.Linear(32, 8)
+
+    def forward(self, hidden_states, encoder_hidden_states):
+        text = self.caption_projection(encoder_hidden_states)
+        text += 0.5
+        text = self.norm(text)
+        text[:, 1:] *= 2
+        return self.out(hidden_states + text)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@torch.no_grad()
+def test_a_model_may_write_to_what_is_computed_once(graphs, monkeypatch):
+    monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
+    torch.manual_seed(0)
+    model = WritesToText().eval().requires_grad_(False)
+    inputs = {"hidden_states": torch.randn(2, 4, 32), TEXT: torch.randn(2, 4, 16)}
+    expected = run(model, inputs)
+    kw.inject(model, graphs=graphs)
+    assert all(same(run(model, inputs), expected) for _ in range(5))
+
+
+@torch.no_grad()
+def test_what_a_user_writes_to_a_value_that_was_returned_is_not_used_again():
+    model = PixArtAlphaTextProjection(16, 32).eval().requires_grad_(False)
+    text = torch.randn(2, 4, 16)
+    expected = model(text)
+    kw.inject(model)
+    for _ in range(4):
+        result = model(text)
+        assert same(result, expected)
+        result.zero_()
 
 
 def test_inference_mode_keeps_nothing(made):

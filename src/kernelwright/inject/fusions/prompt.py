@@ -32,6 +32,10 @@ class PromptFusions(ProjectionFusions):
         weights = [p for layer in layers for p in layer._parameters.values() if p is not None]
         return self.prompts.once(owner, text, weights, make)
 
+    def is_of_prompt(self, x: Tensor) -> bool:
+        """Whether a tensor was computed once per prompt, so that what is made of it can be too."""
+        return not torch.compiler.is_compiling() and self.prompts.have_made(x)
+
     def _is_norm(self, module: nn.Module) -> bool:
         known = self._norm_of_module.get(module)
         return isinstance(known, Norm) or norm_kinds.key(module) in self.norms

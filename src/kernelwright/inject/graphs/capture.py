@@ -137,7 +137,8 @@ class Captured:
             raise Refusal(DRAWS)
         self.cache_memory.note_steps(caches)
         self.cache_memory.set_back(caches)
-        prompt_graph.collecting = decisions.collecting = False
+        prompt_graph.finish()
+        decisions.collecting = False
         if reads is not None:
             reads.collecting = False
             if not reads.kept:

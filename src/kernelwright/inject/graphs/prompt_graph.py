@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -35,12 +36,27 @@ def active() -> PromptGraph | None:
     return _running.prompt_graph
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A value, and what makes it anew."""
+
+    make: Callable[[], Any]
+    value: Any
+    origin: int  # the id of the base of what it was made of
+    weights: Sequence[Tensor]
+    parts: list[Tensor]  # bases of its tensors
+    versions: list[int]
+
+    def is_written(self) -> bool:
+        return self.versions != [t._version for t in self.parts]
+
+
 class PromptGraph:
     """The values that a forward computes from one of its `inputs`, in order."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = {id(root(t)): i for i, t in enumerate(inputs)}
-        self._made: dict[Any, tuple[Callable[[], Any], Any]] = {}
+        self._made: dict[Any, _Made] = {}
         self._tensors: dict[int, Tensor] = {}  # bases of the values' tensors, by id
         self._last: dict[int, tuple[ref[Tensor], int]] = {}
         self.weights: list[Tensor] = []
@@ -69,21 +85,36 @@ class PromptGraph:
             return make()  # the source is neither an input nor computed from one alone
         key = id(owner), kind, id(origin), source.shape, source.stride(), source.storage_offset()
         if not self.collecting:
-            return self._made[key][1] if key in self._made else make()
+            return self._made[key].value if key in self._made else make()
         value = make()
-        self._made[key] = make, value
         parts = [root(t) for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        versions = [t._version for t in parts]
+        self._made[key] = _Made(make, value, id(origin), weights, parts, versions)
         self._tensors |= {id(t): t for t in parts}
-        self.weights += weights
-        if id(origin) in self._inputs:
-            self.sources.add(self._inputs[id(origin)])
         return value
+
+    def has_made(self, base: Tensor) -> bool:
+        return id(base) in self._tensors
+
+    def finish(self) -> None:
+        """End collecting. What the forward has written to is made in the main graph, so that each
+        replay writes to a new value, and so is what was made of it."""
+        self.collecting = False
+        for key, made in list(self._made.items()):
+            known = made.origin in self._inputs or made.origin in self._tensors
+            if not known or made.is_written():
+                del self._made[key]
+                for t in made.parts:
+                    self._tensors.pop(id(t), None)
+        kept = self._made.values()
+        self.sources = {self._inputs[m.origin] for m in kept if m.origin in self._inputs}
+        self.weights = [w for m in kept for w in m.weights]
 
     def recompute(self) -> None:
         """Compute every value anew, in place."""
-        for make, value in self._made.values():
-            new = pytree.tree_leaves(make())
-            for old, fresh in zip(pytree.tree_leaves(value), new, strict=True):
+        for made in self._made.values():
+            new = pytree.tree_leaves(made.make())
+            for old, fresh in zip(pytree.tree_leaves(made.value), new, strict=True):
                 old.copy_(fresh)
 
     def is_new(self, index: int, given: Tensor) -> bool:

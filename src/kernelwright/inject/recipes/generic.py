@@ -20,7 +20,11 @@ def norm(fuse: Fusions) -> Forward:
             return NotImplemented
         (x,) = args
         ahead = work_ahead.take(self, x)
-        return fuse.norm(self, x) if ahead is None else ahead
+        if ahead is not None:
+            return ahead
+        if fuse.is_of_prompt(x):  # SANA normalises its text once before all blocks
+            return fuse.once_per_prompt(self, x, (self,), lambda: fuse.norm(self, x))
+        return fuse.norm(self, x)
 
     return forward
 

@@ -4,10 +4,10 @@ Every step of a denoising loop passes the model the same text. Its projection, a
 values that cross-attention computes from it, are the same each time.
 
 A value is cached with the identity of the tensors it was computed from, the text and the weights,
-and with the state of its module. It is computed again if one was replaced or written to; see
-state/tensor_samples.py for writes that PyTorch does not count. A CUDA graph of the model does not
-contain these steps: they are a graph of their own, replayed when the prompt changes (see
-graphs/prompt_graph.py).
+and with the state of its module. It is computed again if one of them was replaced or written to, or
+if the value was; see state/tensor_samples.py for writes that PyTorch does not count. A CUDA graph
+of the model does not contain these steps: they are a graph of their own, replayed when the prompt
+changes (see graphs/prompt_graph.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter, is_
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from ...backends.torch_internals import any_autocast
+from ...backends.torch_internals import any_autocast, pytree
 from ..graphs import prompt_graph
 from ..graphs.capture import phase
 from ..graphs.prompt_graph import root
@@ -53,14 +53,34 @@ class MadeFrom:
         return all(map(is_, memory, map(Tensor.untyped_storage, tensors)))
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A cached value. A model may write to what it is given: then it is not that value any more."""
+
+    made: MadeFrom
+    value: Any
+    tensors: list[Tensor]
+    versions: list[int]
+
+    @staticmethod
+    def of(made: MadeFrom, value: Any) -> _Kept:
+        tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        return _Kept(made, value, tensors, list(map(_version, tensors)))
+
+    def holds(self, tensors: Sequence[Tensor], facts: Hashable) -> bool:
+        return self.made.holds(tensors, facts) and self.versions == list(
+            map(_version, self.tensors)
+        )
+
+
 @dataclass
 class Prompts:
     """The cached values of one injection, one for each module."""
 
     samples: TensorSamples
-    _by_module: WeakKeyDictionary[nn.Module, tuple[MadeFrom, Any]] = field(
-        default_factory=WeakKeyDictionary
-    )
+    _by_module: WeakKeyDictionary[nn.Module, _Kept] = field(default_factory=WeakKeyDictionary)
+    # bases of the cached tensors, by id
+    _bases: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
 
     def once(
         self,
@@ -83,15 +103,23 @@ class Prompts:
         tensors = origin, *weights
         facts = layout_and_version(source), kind, sites.mode.cache_scope, self.samples.epoch
         entry = self._by_module.get(owner)
-        if entry is not None and entry[0].holds(tensors, facts):
-            return entry[1]
+        if entry is not None and entry.holds(tensors, facts):
+            return entry.value
         self.samples.note(origin, whole=True)
         for weight in weights:
             self.samples.note(weight)
         made = MadeFrom.of(tensors, facts)
         value = make()
-        self._by_module[owner] = made, value
+        self._by_module[owner] = kept = _Kept.of(made, value)
+        self._bases.update({id(base): base for base in map(root, kept.tensors)})
         return value
+
+    def have_made(self, t: Tensor) -> bool:
+        """Whether a tensor is a cached value, or a view of one."""
+        running, base = prompt_graph.active(), root(t)
+        if running is not None:
+            return running.has_made(base)
+        return self._bases.get(id(base)) is base
 
 
 class _Last(threading.local):
@@ -180,6 +208,7 @@ def storage_ref(t: Tensor) -> ref[Any]:
 
 
 _attributes = attrgetter("_version", "dtype", "shape")
+_version = attrgetter("_version")
 
 
 def _identities(tensors: Sequence[Tensor]) -> Any:
