@@ -95,11 +95,11 @@ def model_forward(
             result = ordered(self, *args, **kwargs)
             if outermost and model_run.active.on_gpu and checker.numerics == "exact":
                 background.consider()
-            if check():  # waiting costs nothing here: the GPU has work to do
-                return result
-            result = None
-            samples.forget()
-            return ordered(self, *args, **kwargs)
+            if not check():  # waiting costs nothing here: the GPU has work to do
+                result = None
+                samples.forget()
+                result = ordered(self, *args, **kwargs)
+            return fusions.prompts.handed_out(result) if outermost else result
 
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if chain is not None:

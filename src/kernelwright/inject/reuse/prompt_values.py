@@ -114,12 +114,19 @@ class Prompts:
         self._bases.update({id(base): base for base in map(root, kept.tensors)})
         return value
 
+    def handed_out(self, result: Any) -> Any:
+        """What a model returns, with copies of cached tensors: two calls must not return one."""
+        if not self._bases or not any(map(self._is_kept, pytree.tree_leaves(result))):
+            return result
+        return pytree.tree_map(lambda t: t.clone() if self._is_kept(t) else t, result)
+
+    def _is_kept(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and self._bases.get(id(base := root(t))) is base
+
     def have_made(self, t: Tensor) -> bool:
         """Whether a tensor is a cached value, or a view of one."""
-        running, base = prompt_graph.active(), root(t)
-        if running is not None:
-            return running.has_made(base)
-        return self._bases.get(id(base)) is base
+        running = prompt_graph.active()
+        return self._is_kept(t) if running is None else running.has_made(root(t))
 
 
 class _Last(threading.local):
