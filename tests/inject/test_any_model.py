@@ -1,9 +1,12 @@
 """Models without a recipe: every transformer of diffusers, language models of transformers, and
 models of no library. They run as programs, with eager's bits."""
 
+from functools import partial
+
 import programs_table
 import pytest
 import torch
+import torch.nn.functional as F
 from fuser.blocks import Block, drawn
 from torch import nn
 
@@ -11,8 +14,10 @@ import kernelwright as kw
 from inject.harness import check_restored, programs_of, run, same
 from inject.language import model_of, words
 from inject.small_models import LANGUAGE, LEFT_OUT, build, classes
+from inject.stand_in import CpuGraphs
 from inject.test_falcon import SEVEN, falcon
 from kernelwright import models
+from kernelwright.inject.graphs import graphs as graphs_module
 
 # blocks that stay eager, and why
 STAY = {
@@ -127,6 +132,43 @@ def test_a_transformer_of_no_library():
             with_programs = run(model, given)
             kw.restore(model)
             assert same(run(model, given), with_programs)
+
+
+class ReturnsMore(Block):
+    """Returns, beside its result, something that later calls could share."""
+
+    def __init__(self, what="angles"):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x, condition, cos, sin):
+        x = super().forward(x, condition, cos, sin)
+        if self.what == "angles":  # made of what all blocks are given
+            return x, F.silu(cos) * 3
+        if self.what == "part of it":
+            return x, (F.silu(cos) * 3)[:, 1:]
+        return x, torch.tensor([1.0, 2.0])
+
+
+class WritesToResults(Transformer):
+    def forward(self, x, condition, cos, sin):
+        total = 0
+        for block in self.blocks:
+            x, more = block(x, condition, cos, sin)
+            more += 0.25
+            total = total + more.sum()
+        return self.norm(x) + total
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("what", ["angles", "part of it", "a constant"])
+def test_a_model_may_write_to_what_its_blocks_return(what, graphs, monkeypatch):
+    monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
+    model = WritesToResults(partial(ReturnsMore, what), layers=3).eval()
+    expected = run(model, latents())
+    with kw.injected(model, graphs=graphs) as report:
+        assert all(same(run(model, latents()), expected) for _ in range(5))
+    assert set(programs_of(report)[0]) == {"ReturnsMore"}
 
 
 log, notes = [], {}

@@ -167,6 +167,11 @@ class Executable:
         later = needed.union(*(s.reads for s in late))
         written = set().union(*(s.writes for s in apart))
         self._shared = sorted(later & set().union(*(s.writes for s in early)))
+        # What later calls read too: the caller of a block may write to what it returns. Eager makes a
+        # new tensor of numbers that stand in the forward, but returns an attribute as it is.
+        copied = {places.of[name] for name in plan.constants if _is_copied(self._nodes[name])}
+        self._constant_outputs = sorted(needed & copied)
+        self._early_outputs = sorted(needed & set(self._shared))
         names = {place: name for name, place in places.of.items()}
         self.early_results: list[Any] = [names[place] for place in self._shared]
         self._early = _letting_go(early, later)
@@ -201,6 +206,10 @@ class Executable:
             for place, value in zip(prompt.results, made, strict=True):
                 values[place] = value
         _run(self._late, values)
+        for place in self._constant_outputs:
+            values[place] = values[place].clone()
+        for place in self._early_outputs if early is not None else ():
+            values[place] = values[place].clone()
         return [read(values) for read in self._outputs]
 
     def early(self, inputs: Sequence[Tensor]) -> list[Any]:
@@ -338,6 +347,10 @@ class Executable:
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:
     """The outputs of a planned graph, once."""
     return Executable(plan, programs)(inputs)
+
+
+def _is_copied(constant: fx.Node) -> bool:
+    return any(user.target is aten.lift_fresh_copy.default for user in constant.users)
 
 
 def _lengths_name(attention: fx.Node) -> str:
