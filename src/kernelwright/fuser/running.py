@@ -167,8 +167,8 @@ class Executable:
         later = needed.union(*(s.reads for s in late))
         written = set().union(*(s.writes for s in apart))
         self._shared = sorted(later & set().union(*(s.writes for s in early)))
-        # What later calls read too: the caller of a block may write to what it returns. Eager makes a
-        # new tensor of numbers that stand in the forward, but returns an attribute as it is.
+        # What later calls read too: the caller of a block may write to what it returns. Eager makes
+        # a new tensor of numbers that stand in the forward, but returns an attribute as it is.
         copied = {places.of[name] for name in plan.constants if _is_copied(self._nodes[name])}
         self._constant_outputs = sorted(needed & copied)
         self._early_outputs = sorted(needed & set(self._shared))
