@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+import kernelwright as kw
+from kernelwright import models
 from kernelwright.inject.runtime import work_ahead
+
+from .harness import run, same
+from .mutations.parts import Writes
 
 
 @pytest.fixture
@@ -192,3 +197,18 @@ def test_what_a_block_notes_is_for_the_next_one_of_the_same_forward(blocks):
         work_ahead.note_run("inside")
     assert work_ahead.last_run() == "first"
     assert work_ahead.last_run() is None
+
+
+@pytest.mark.parametrize("name", ["ltx-video", "wan-1.3b", "flux-dev", "llama-3-8b"])
+def test_a_module_may_be_put_around_a_block_of_an_injected_model(name):
+    how = {"tiny": True, "dtype": torch.float32}
+    model, inputs = models.build(name, **how), models.inputs(name, **how)
+    run(model, inputs)
+    kw.inject(model)
+    run(model, inputs)
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
+    blocks[1] = Writes(blocks[1])
+    results = [run(model, inputs) for _ in range(3)]
+    kw.restore(model)
+    expected = run(model, inputs)
+    assert all(same(result, expected) for result in results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from .recipes._recipe import Chain, Forward, Patch
 from .runtime import forwards, model_run, work_ahead
 from .runtime.input_key import number_of, signature
 from .runtime.sites import mode
+from .state.hooks import is_ours
 from .state.tensor_samples import unchanged
 from .verify.first_sight import Checker
 
@@ -102,10 +104,13 @@ def model_forward(
             return fusions.prompts.handed_out(result) if outermost else result
 
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        blocks: Sequence[nn.Module | None] = ()
         if chain is not None:
-            blocks, key = chain(self), number_of(signature(args, kwargs))
+            # somebody may have put another module in the place of a block, or around one
+            blocks = [m if is_ours(m.__dict__.get("forward")) else None for m in chain(self)]
+            key = number_of(signature(args, kwargs))
         elif model_run.is_outermost(self):
-            blocks, key = (), None  # recorded blocks learn their order
+            key = None  # recorded blocks learn their order
         else:
             return runs_as(self, *args, **kwargs)
         with work_ahead.chain(blocks, key):

@@ -139,6 +139,31 @@ def norm(side, draw):
     return swap(side, parent, child, new.to(next(side.model.parameters())))
 
 
+class Writes(nn.Module):
+    """Writes to what a module returned, as the code of a model may."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        result = self.module(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple) else result
+        first += 0.125
+        return result
+
+
+def projections(module):
+    return "Projection" in type(module).__name__
+
+
+@on_models("parts.a result written to")
+def written(side, draw):
+    name = side.pick(draw, draw.choice((norms, blocks, projections)))
+    parent, _, child = name.rpartition(".")
+    return swap(side, parent, child, Writes(side.at(name)))
+
+
 def subclass(kind, method, factor=0.5):
     """A class of the same name and module, with a different method."""
     usual = getattr(kind, method)

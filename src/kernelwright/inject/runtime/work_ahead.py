@@ -51,12 +51,12 @@ _refused: WeakSet[nn.Module] = WeakSet()  # work ahead for these gave wrong resu
 
 
 @contextmanager
-def chain(modules: Sequence[nn.Module], key: Any) -> Iterator[None]:
+def chain(modules: Sequence[nn.Module | None], key: Any) -> Iterator[None]:
     """Set, while a model runs, the order in which it calls its blocks, and the signature of its
-    inputs, which determines theirs."""
+    inputs, which determines theirs. None stands for a module for which no work is done ahead."""
     before = _run.following, _run.blocks, _run.offer, _run.key, _run.ran
-    _run.blocks = {id(m): m for m in modules}
-    _run.following = {id(a): b for a, b in pairwise((*modules, None))}
+    _run.blocks = {id(m): m for m in modules if m is not None}
+    _run.following = {id(a): b for a, b in pairwise((*modules, None)) if a is not None}
     _run.offer, _run.key, _run.ran = None, key, None
     try:
         yield
