@@ -159,7 +159,8 @@ def projections(module):
 
 @on_models("parts.a result written to")
 def written(side, draw):
-    name = side.pick(draw, draw.choice((norms, blocks, projections)))
+    kind = draw.choice((norms, blocks, projections, *WRAPPED.values()))
+    name = side.pick(draw, kind)
     parent, _, child = name.rpartition(".")
     return swap(side, parent, child, Writes(side.at(name)))
 
