@@ -25,7 +25,7 @@ class MemoryBlocks:
     is freed with its last slice."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        self.allocate = allocate
+        self._allocate = allocate
         self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
         self.total = 0  # bytes of all blocks
         self._lock = threading.Lock()
@@ -38,8 +38,8 @@ class MemoryBlocks:
                 block = min(LARGEST, max(SMALLEST, block))
                 if size > block // 4:  # the end of a block would stay unused
                     self.total += size
-                    return self.allocate(size)
-                self._block, begin = self.allocate(block), 0
+                    return self._allocate(size)
+                self._block, begin = self._allocate(block), 0
                 self.total += block
             self._used = begin + size
             return self._block[begin : begin + size]
@@ -50,6 +50,7 @@ class GpuBlocks:
 
     def __init__(self) -> None:
         self._on: dict[torch.device, MemoryBlocks] = {}
+        self._pools: dict[torch.device, _Pool] = {}
         self.expected = 0  # bytes of all tensors
 
     def copy_of(self, t: Tensor, instead: Tensor | None = None) -> Tensor:
@@ -65,16 +66,21 @@ class GpuBlocks:
 
     def alone(self, t: Tensor) -> Tensor:
         """A copy of a contiguous tensor that is no slice, beside the blocks."""
-        memory = self._of(t.device).allocate(t.nbytes)
+        memory = self._pool(t.device).empty(t.nbytes)
         return memory.view(t.dtype).view(t.shape).copy_(t)
 
     def _of(self, device: torch.device) -> MemoryBlocks:
         if device not in self._on:
-            self._on[device] = MemoryBlocks(_Allocator(device))
+            self._on[device] = MemoryBlocks(self._pool(device).block)
         return self._on[device]
 
+    def _pool(self, device: torch.device) -> _Pool:
+        if device not in self._pools:
+            self._pools[device] = _Pool(device)
+        return self._pools[device]
 
-class _Allocator:
+
+class _Pool:
     """Allocates on a device; on a GPU in a pool, whose memory PyTorch uses for nothing else."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,9 +90,13 @@ class _Allocator:
             with torch.cuda.device(device), suppress(RuntimeError):  # not every allocator has pools
                 self._pool = torch.cuda.MemPool()
 
-    def __call__(self, size: int) -> Tensor:
+    def block(self, size: int) -> Tensor:
+        """Many bytes; what was just freed may be needed for them."""
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what was just freed may be needed for this
+            torch.cuda.empty_cache()
+        return self.empty(size)
+
+    def empty(self, size: int) -> Tensor:
         if self._pool is not None:
             try:
                 with torch.cuda.use_mem_pool(self._pool, self._device):
