@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from chosen import choices, largest_for_a_thread
-from everything import EVERYTHING
+from everything import EVERYTHING, share
 from planned import TARGETS, Kernel, kernels
 
 from kernelwright.ops.attention import custom_kernels, launch
@@ -104,8 +104,8 @@ def planned(arch: str, op: Op, arguments: tuple[Any, ...]) -> Kernel:
 
 
 def dealt_out() -> list[Kernel]:
-    """Each kernel once: on Hopper in bfloat16 those that have no other way and every third of the
-    others; the rest on another GPU, in float32 or unaligned, in turns."""
+    """Every second kernel, once: on Hopper in bfloat16 those that have no other way and every third
+    of the others; the rest on another GPU, in float32 or unaligned, in turns."""
     ways: dict[Any, dict[Any, list[Kernel]]] = {}
     for arch in ARCHITECTURES:
         for k in wanted(arch):
@@ -124,7 +124,7 @@ def dealt_out() -> list[Kernel]:
             fewest = min(elsewhere, key=given.__getitem__)
             given[fewest] += 1
             found += ways[fewest][kernel]
-    return found
+    return share(sorted(found, key=lambda k: k.call.target.capability), 2)
 
 
 def main() -> None:

@@ -160,8 +160,9 @@ class WritesToResults(Transformer):
         return self.norm(x) + total
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("what", ["angles", "part of it", "a constant"])
+@pytest.mark.parametrize(
+    ("what", "graphs"), [("angles", False), ("part of it", True), ("a constant", False)]
+)
 def test_a_model_may_write_to_what_its_blocks_return(what, graphs, monkeypatch):
     monkeypatch.setattr(graphs_module, "Graphs", CpuGraphs)
     model = WritesToResults(partial(ReturnsMore, what), layers=3).eval()
