@@ -72,8 +72,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deselect backends that an op does not declare."""
+    """Deselect backends that an op does not declare; the slow ones first, so that no worker waits
+    for another at the end."""
     items[:] = [item for item in items if _declared(getattr(item, "callspec", None))]
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def _declared(callspec: object) -> bool:

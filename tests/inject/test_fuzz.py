@@ -18,7 +18,7 @@ from .tape import graphs_on_the_cpu
 
 pytest.importorskip("diffusers")
 
-STEPS = int(os.environ.get("KERNELWRIGHT_FUZZ_STEPS", "12"))
+STEPS = int(os.environ.get("KERNELWRIGHT_FUZZ_STEPS", "10"))
 SEED = int(os.environ.get("KERNELWRIGHT_FUZZ_SEED", "0"))
 # the families that have recipes, SDXL's UNet among them, and three that have none
 PRESETS = ("ltx-video", "wan-1.3b", "flux-dev", "sd3.5-medium", "pixart", "dit-xl", "sdxl-unet")

@@ -160,6 +160,7 @@ def free_port():
         return s.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "presets"),
     [

@@ -46,6 +46,7 @@ def made(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 def test_the_tests_of_every_kind_are_green(tmp_path):
     """As a person runs them, in an interpreter of its own, with kernels in both languages."""
     made = [
