@@ -69,7 +69,7 @@ def measure(
     place: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     build = {**place, "layers": layers}
     rows = [_row(preset, config, tiny, dtype, layers, sizes) for config in configs]
-    with torch.no_grad(), ExitStack() as stack:
+    with torch.no_grad(), closing(Compilation()) as compilation:
         try:
             model = models.build(preset, **build)
             inputs = models.inputs(preset, **{**place, **sizes})
@@ -85,14 +85,11 @@ def measure(
         if with_latents and latents.denoises(inputs):
             denoised = latents.last_latents(model, inputs)
         eager_error = None if truth is None else accuracy.error(expected, truth)
-        compilation = stack.enter_context(closing(Compilation()))
         for row in rows:
             config = row["config"]
             try:
-                row |= _measure(
-                    *(model, inputs, config, compilation, expected, truth, eager_error),
-                    *(seconds, denoised),
-                )
+                known = expected, truth, eager_error
+                row |= _measure(model, inputs, config, compilation, *known, seconds, denoised)
                 if config in first_of:
                     row |= first_result.cold_and_warm(preset, config, sizes=sizes, **build)
             except Wrong as wrong:

@@ -67,16 +67,10 @@ class Emitter(RowSharing):
 
     def _written(self, late: frozenset[int]) -> tuple[Values, list[str]]:
         v = Values(
-            self.exact,
-            self.V,
-            self.shape,
-            self.layout,
-            {name: t.strides for name, t in self.tensors.items()},
-            late,
+            **self._of_values(late),
             vector_index="[k]" if self.by_row else "",
             row_index=(lambda a: "[r]" if self.differs(a) or self.tables else ""),
             tables=self.tables,
-            rounds=self._rounded(),
         )
         v.held = self._held(v)
         body: list[str] = []
@@ -107,6 +101,18 @@ class Emitter(RowSharing):
         apart = [x for x in early if self.differs(x.access)]
         first = [*each_row, *self._loads(v, apart), "  }"]
         return v, [*loads, *first, *each_row, *body, "  }"]
+
+    def _of_values(self, late: frozenset[int]) -> dict[str, Any]:
+        """What the values of every kernel of this program are written with."""
+        return {
+            "exact": self.exact,
+            "V": self.V,
+            "shape": self.shape,
+            "layout": self.layout,
+            "strides": {name: t.strides for name, t in self.tensors.items()},
+            "late": late,
+            "rounds": self._rounded(),
+        }
 
     def _rounded(self) -> frozenset[Any]:
         """Values that are stored and that others are made of. These are rounded before, whatever

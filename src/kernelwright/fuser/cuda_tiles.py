@@ -160,14 +160,8 @@ class _Tiles(Emitter):
 
     def _computed(self, late: frozenset[int]) -> _TileValues:
         values = _TileValues(
-            self.exact,
-            self.V,
-            self.shape,
-            self.layout,
-            {name: t.strides for name, t in self.tensors.items()},
-            late,
+            **self._of_values(late),
             vector_index="",
-            rounds=self._rounded(),
             staged={e: f"tile{i}" for i, e in enumerate(self.across)},
         )
         values.begin(0)

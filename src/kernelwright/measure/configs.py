@@ -82,8 +82,7 @@ class Compilation:
         self.reused = self._made is not None and self._made[0] == what
         if self._made is None or not self.reused:
             self.close()
-            model = _with_torchao(model) if "torchao" in parts else model
-            self._made = what, _compiled(model, self._stack, what)
+            self._made = what, _compiled(_quantised(model, parts), self._stack, what)
         return self._made[1]
 
     def keep_for(self, parts: Sequence[str]) -> None:
@@ -124,7 +123,7 @@ def configured(
         how = injected(model, numerics=tier, graphs="graphs" in parts, **ways)
         report = stack.enter_context(how)
     if "compile" not in parts:
-        return (_with_torchao(model) if "torchao" in parts else model), report
+        return _quantised(model, parts), report
     if tier is not None:
         return _compiled(model, stack, parts), report
     if "graphs" not in parts:
@@ -144,6 +143,10 @@ def tier_of(config: str) -> str | None:
 def is_peer(config: str) -> bool:
     """Whether it is something to compare with: none of our kernels, and not eager."""
     return config != "eager" and (config == "liger" or tier_of(config) is None)
+
+
+def _quantised(model: nn.Module, parts: Sequence[str]) -> nn.Module:
+    return _with_torchao(model) if "torchao" in parts else model
 
 
 def _with_torchao(model: nn.Module) -> nn.Module:
@@ -223,8 +226,7 @@ def _captured(
                 runs["graphs"], said = graph_of(inputs), "1 graph"
             except RuntimeError as no:
                 compilation.close()
-                again = _with_torchao(model) if "torchao" in parts else model
-                own = _compiled(again, stack, parts, own_graphs=True)
+                own = _compiled(_quantised(model, parts), stack, parts, own_graphs=True)
                 why = str(no).strip().partition("\n")[0]
                 runs["graphs"], said = _step_by_step(own), f"torch.compile's own graphs: {why}"
             first_or_next.graph_lines = [said]  # type: ignore[attr-defined]
