@@ -1,5 +1,7 @@
 """A snapshot of a module holds until something changes that a forward reads from Python."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -73,4 +75,20 @@ def test_weights_of_another_class_or_dtype_count(root, change):
     root[0].weight.data = torch.randn(4, 4)  # their values and places do not
     assert state.holds(root)
     change(root[0])
+    assert not state.holds(root)
+
+
+def test_copying_a_processor_does_not_count(root):
+    """Python adds `__slotnames__` to a class when the first of its objects is copied."""
+
+    class Processor:
+        def __call__(self, x):
+            return x
+
+    root.processor = Processor()
+    state = State(root)
+    copy.deepcopy(root)
+    assert "__slotnames__" in vars(Processor)
+    assert state.holds(root)
+    Processor.__call__ = lambda self, x: -x
     assert not state.holds(root)
