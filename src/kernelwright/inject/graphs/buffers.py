@@ -32,18 +32,20 @@ class InputBuffer:
 
     def __init__(self, like: Tensor) -> None:
         lead = alignment(like) // like.element_size()
+        self._dense, self._span = _is_dense(like), _span(like)
         # calls outside inference mode fill it too, which an inference tensor would not allow
         with torch.inference_mode(False):
-            memory = torch.empty(lead + _span(like), dtype=like.dtype, device=like.device)
+            memory = torch.empty(lead + self._span, dtype=like.dtype, device=like.device)
             self.tensor = _view_of(memory, lead, like)
-        self._dense = _is_dense(like)
+            self._elements = memory[lead:]
 
     def fill(self, given: Tensor) -> None:
         if self._dense:
             self.tensor.copy_(given)
         else:
-            # copy_ refuses elements that share an address, as in an expanded tensor
-            _bytes(self.tensor).copy_(_bytes(given))
+            # copy_ refuses elements that share an address, as in an expanded tensor: copy the
+            # memory from the first to the last
+            self._elements.copy_(given.as_strided((self._span,), (1,)))
 
 
 class Results:
@@ -181,12 +183,6 @@ def _unowned(leaves: Sequence[Any], others: set[int]) -> list[Any]:
             empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             new[id(leaf)] = empty.set_(seen, _offset(leaf), leaf.shape, leaf.stride())
     return [new.get(id(leaf), leaf) for leaf in leaves]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes from the first to the last element."""
-    start = _offset(tensor)
-    return _range(tensor, start, start + _span(tensor))
 
 
 def _range(tensor: Tensor, start: int, stop: int) -> Tensor:
