@@ -14,10 +14,12 @@ from kernelwright.inject.fp8.memory_blocks import ALIGNED, GpuBlocks, MemoryBloc
 from kernelwright.inject.fp8.weights import Pack
 
 
-def on_the_cpu(sizes):
+def noting(sizes, device="cpu"):
+    """Allocates, and notes how much; on "meta" it takes no memory."""
+
     def allocate(size):
         sizes.append(size)
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device=device)
 
     return allocate
 
@@ -26,7 +28,7 @@ def test_slices_are_aligned_and_apart(monkeypatch):
     monkeypatch.setattr(memory_blocks, "SMALLEST", 2**10)
     monkeypatch.setattr(memory_blocks, "LARGEST", 2**12)
     sizes = []
-    blocks = MemoryBlocks(on_the_cpu(sizes))
+    blocks = MemoryBlocks(noting(sizes))
     asked = [(100, 0), (700, 9), (300, 2**11), (5000, 1), (10, 1), (2000, 2**13), (1000, 1)]
     taken = [blocks.take(*sizes) for sizes in asked]
     for number, piece in enumerate(taken, 1):
@@ -40,7 +42,7 @@ def test_slices_are_aligned_and_apart(monkeypatch):
 @pytest.mark.parametrize("most", [1, 4, 20, 100])
 def test_little_of_the_blocks_stays_empty(most):
     sizes, generator = [], torch.Generator().manual_seed(0)
-    blocks = MemoryBlocks(on_the_cpu(sizes))
+    blocks = MemoryBlocks(noting(sizes, "meta"))
     asked = (torch.rand(200, generator=generator) * most * 2**20).int().tolist()
     for size in asked:
         blocks.take(size, sum(asked) // memory_blocks.BLOCKS)
@@ -68,7 +70,7 @@ def test_a_block_is_freed_with_its_last_slice(monkeypatch):
 
 
 def test_threads_get_slices_of_their_own():
-    blocks, taken = MemoryBlocks(on_the_cpu([])), []
+    blocks, taken = MemoryBlocks(noting([])), []
 
     def take():
         taken.extend(blocks.take(ALIGNED, 0) for _ in range(200))
