@@ -21,7 +21,8 @@ def drawn(*shape, seed):
 
 def prompts(dim, tokens=12, pooled=None, masks=None):
     """What a pipeline is given instead of a prompt and of a negative prompt, by the first's seed.
-    `pooled`: the width of the prompt's pooled embedding; `masks`: the name of the masks."""
+    `pooled`: the width of the prompt's pooled embedding; `masks`: the name of the masks, which
+    tell how long the prompts are."""
 
     def of(seed):
         given = {}
@@ -30,7 +31,8 @@ def prompts(dim, tokens=12, pooled=None, masks=None):
             if pooled is not None:
                 given[f"{before}pooled_prompt_embeds"] = drawn(1, pooled, seed=number)
             if masks is not None:
-                given[f"{before}{masks}"] = torch.ones(1, tokens, dtype=torch.long)
+                words = torch.arange(tokens)[None] < tokens - number % 5
+                given[f"{before}{masks}"] = words.long()
         return given
 
     return of
@@ -114,6 +116,29 @@ def sana(transformer):
     return diffusers.SanaPipeline, {"vae": vae}, given, how
 
 
+def lumina2(transformer):
+    config = transformer.config
+    vae = image_vae(diffusers.AutoencoderKL, config.in_channels)
+    given = prompts(config.cap_feat_dim, masks="prompt_attention_mask")
+    return diffusers.Lumina2Pipeline, {"vae": vae}, given, {"height": 16, "width": 16}
+
+
+def mochi(transformer):
+    config = transformer.config
+    vae = diffusers.AutoencoderKLMochi(
+        latent_channels=config.in_channels,
+        encoder_block_out_channels=[32, 32, 32, 32],
+        decoder_block_out_channels=[32, 32, 32, 32],
+        layers_per_block=[1, 1, 1, 1, 1],
+    )
+    of = prompts(config.text_embed_dim, masks="prompt_attention_mask")
+
+    def given(seed):  # its masks are of bools
+        return {n: t.bool() if "mask" in n else t for n, t in of(seed).items()}
+
+    return diffusers.MochiPipeline, {"vae": vae}, given, {"num_frames": 7}
+
+
 PIPELINES = {
     "flux-dev": flux,
     "flux2-dev": flux2,
@@ -121,6 +146,8 @@ PIPELINES = {
     "qwen-image": qwen_image,
     "wan-1.3b": wan,
     "sana-1.6b": sana,
+    "lumina2": lumina2,
+    "mochi": mochi,
 }
 
 

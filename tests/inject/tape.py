@@ -70,10 +70,17 @@ class TapeGraphs(Graphs):
     recorder = Tape
 
 
+def _tolist(tensor):
+    """Reads each number by an operation that a recorder sees, as it sees a GPU's copy to the host;
+    PyTorch reads a tensor of the CPU without one."""
+    return [_tolist(part) for part in tensor] if tensor.ndim else tensor.item()
+
+
 @contextmanager
 def graphs_on_the_cpu():
     """Make `graphs=True` record on the CPU during the `with` block."""
     usual = graphs_module.Graphs, buffers.ALIGNMENT, import_utils.is_cuda_stream_capturing
+    tolist, torch.Tensor.tolist = torch.Tensor.tolist, _tolist
     graphs_module.Graphs = TapeGraphs
     buffers.ALIGNMENT = 64  # alignment of new memory; 512 on a GPU
     import_utils.is_cuda_stream_capturing = lambda: capturing() or Again.replaying
@@ -81,3 +88,4 @@ def graphs_on_the_cpu():
         yield
     finally:
         graphs_module.Graphs, buffers.ALIGNMENT, import_utils.is_cuda_stream_capturing = usual
+        torch.Tensor.tolist = tolist

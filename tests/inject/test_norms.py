@@ -89,6 +89,13 @@ def test_what_only_looks_like_one_is_left_alone_with_the_reason(which, why):
     assert torch.equal(model.norm(*given), expected)
 
 
+def test_an_axis_is_not_taken_for_a_width():
+    """Mochi's VAE has such a norm; its pipeline could not be injected."""
+    lp_norm = import_module("diffusers.models.normalization").LpNorm()
+    assert lp_norm.dim == -1
+    assert describe(lp_norm) == OTHER
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("affine", [True, False])

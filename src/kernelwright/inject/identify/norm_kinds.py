@@ -175,7 +175,7 @@ def _probe(module: nn.Module, parameters: Mapping[str, Tensor]) -> Norm | str:
 def _width(module: nn.Module) -> int:
     for name in ("normalized_shape", "dim"):
         shape = getattr(module, name, None)
-        if isinstance(shape, int):
+        if isinstance(shape, int) and shape > 0:  # else it is an axis, as in diffusers' LpNorm
             return shape
         if isinstance(shape, tuple | list | torch.Size) and len(shape) == 1:
             return int(shape[0])
