@@ -152,7 +152,8 @@ class FeedForwardFusions(BaseFusions):
         """SiLU(gate) * up; `activation` is the model's SiLU."""
 
         def eager() -> Tensor:
-            return activation(gate) * up
+            # as projections of their own give them: on a CPU, bits of SiLU may depend on strides
+            return activation(gate.contiguous()) * up.contiguous()
 
         if hooked_now(activation):
             declined("SwiGLU", "a hook is on its activation")
