@@ -29,10 +29,10 @@ class Again:
     def stream(self):
         return None
 
-    def mark(self):
-        return None
+    def mark(self, device, stream):
+        pass
 
-    def beside(self, mark, device):
+    def beside(self, device):
         return nullcontext()
 
     def release(self):
@@ -40,12 +40,13 @@ class Again:
 
     def record(self, run, device):
         self.recorded += 1
-        result = run()
+        result, autocast = run(), as_now("cpu")
 
         def replay():
             self.replayed += 1
             Again.replaying = True
-            again = run()
+            with autocast:  # what it is at a replay makes no difference to a graph
+                again = run()
             Again.replaying = False
             for old, new in zip(tensors(result), tensors(again), strict=True):
                 old.untyped_storage().copy_(new.untyped_storage())
@@ -65,6 +66,12 @@ class CpuGraphs(Graphs):
 def alignment_of_new_memory(monkeypatch):
     """Alignment of new memory on the CPU; on a GPU it is 512."""
     monkeypatch.setattr(buffers, "ALIGNMENT", 64)
+
+
+def as_now(device_type):
+    """A context in which autocast is what it is now."""
+    on, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype, enabled=on)
 
 
 def tensors(tree):

@@ -51,10 +51,11 @@ class Tape(Again):
         @torch.no_grad()
         def replay():
             self.replayed += 1
-            for operation, args, kwargs, first in tape.done:
-                again = operation(*args, **kwargs)
-                for old, new in zip(tensors(first), tensors(again), strict=True):
-                    _into(old, new)
+            with torch.autocast("cpu", enabled=False):  # they are what autocast made of others
+                for operation, args, kwargs, first in tape.done:
+                    again = operation(*args, **kwargs)
+                    for old, new in zip(tensors(first), tensors(again), strict=True):
+                        _into(old, new)
 
         return replay, result
 

@@ -186,6 +186,41 @@ def test_gradients_run_without_a_graph():
     assert graphs.captured == 1
 
 
+def test_an_input_with_a_gradient_leaves_no_trace_in_a_graph():
+    """An encoder that was called without gradients, then with embeddings that are trained."""
+    graphs, module = CpuGraphs(), model()
+    for seed in range(3):
+        called(graphs, module, data(seed))
+    x = data(3).requires_grad_()
+    result = called(graphs, module, x)
+    assert result.requires_grad
+    (graph,) = next(iter(graphs._models.values())).graphs.values()
+    assert not any(t.requires_grad for t in graph._memory)
+    assert torch.equal(called(graphs, module, data(3)), result)
+
+
+def test_a_replay_is_dropped_if_switches_have_changed_since_the_last():
+    graphs, module = CpuGraphs(), model()
+
+    def run(seed):
+        result = called(graphs, module, data(seed))
+        assert torch.equal(result, module(data(seed)))
+        return graphs.counts[1]
+
+    before = [run(seed) for seed in range(4)][-1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(4) == before + 1  # replayed for nothing, which is noticed
+        run(5)  # captured
+        before = run(6)
+    # from then on switches are read first
+    for seed in range(7, 10):
+        assert run(seed) == before + 1
+        with torch.autocast("cpu", torch.bfloat16):
+            before = run(seed)
+            assert before == graphs.counts[1]
+    assert graphs.captured == 2
+
+
 def test_hooks_on_all_modules_run_without_a_graph():
     handle = nn.modules.module.register_module_forward_hook(lambda *a: None)
     try:

@@ -178,16 +178,17 @@ class Captured:
             self._reads.check()
 
     def checked(
-        self, inputs: Sequence[Tensor], caches: Sequence[Any] = ()
+        self, inputs: Sequence[Tensor], caches: Sequence[Any], stream: Any
     ) -> tuple[Any, PendingCheck]:
         """Replay, and start to compare sampled values with those at capture. The comparison waits
         for work launched before the replay, but runs beside it: before it, on an H200, it took 0.8
         of 40.5 ms of LTX-Video, and in fp8, with samples in the host's memory, 1.2 of 28.4."""
-        before = self._recorder.mark()
+        device = self._memory[0].device
+        self._recorder.mark(device, stream)
         sources = self._prompt_graph.sources
         old = [i for i in sources if not self._prompt_graph.is_new(i, inputs[i])]
-        result = self(inputs, caches)
-        with self._recorder.beside(before, self._memory[0].device):
+        result = self(inputs, caches, stream)
+        with self._recorder.beside(device):
             pairs = compare_pairs((self._memory[i], inputs[i]) for i in old)
             wait = pending([*self._samples(), *pairs])
         return result, lambda: self._resting_unchanged() and wait()
@@ -204,17 +205,17 @@ class Captured:
     def _versions_now(self) -> list[int]:
         return list(map(_version, self._dependencies))
 
-    def __call__(self, inputs: Sequence[Tensor], caches: Sequence[Any] = ()) -> Any:
+    def __call__(self, inputs: Sequence[Tensor], caches: Sequence[Any], stream: Any) -> Any:
         """Refused if other caches use the memory of the graph. What this writes to caches can be
         undone by `cache_memory.set_back`."""
         if caches:
             self.cache_memory.take_over(caches)
             self.cache_memory.save(caches)
-        stream = self._recorder.stream()
+        if stream != self._stream:
+            for buffer in self._buffers:
+                buffer.tensor.record_stream(stream)
         new_prompt = False
         for i, (buffer, given) in enumerate(zip(self._buffers, inputs, strict=True)):
-            if stream != self._stream:
-                buffer.tensor.record_stream(stream)
             if i in self._prompt_graph.sources:
                 if not self._prompt_graph.is_new(i, given):
                     continue

@@ -37,6 +37,7 @@ FAILURES_REMEMBERED = 64
 # may be, and how many times as far a replay may be from it
 REPEATS, ROUNDING, AS_NEAR = 3, 2**-5, 4.0
 WEIGHTS_CHANGED = "weights were written to"
+GRADIENTS = "gradients are recorded"
 
 
 class BlockGraphs(Protocol):
@@ -138,6 +139,8 @@ class Graphs:
         """(True, result) if the call ran as a graph, else (False, None)."""
         check_surroundings()
         call = Call(args, kwargs, self._recorder.device_type)
+        if autograd_records() and any(t.requires_grad for t in call.tensors):
+            raise Refusal(GRADIENTS)
         if capturing() or self._recorder.busy():
             raise Refusal("inside another capture")
         with capture_lock:
@@ -154,11 +157,11 @@ class Graphs:
                 graph = known.graphs.pop(call.key, None) and None
             if graph is None and not self._is_warm(known, call):
                 return False, None
-            with self._recorder.exclusive(call.device):
+            with self._recorder.exclusive(call.device) as stream:
                 if graph is None:
-                    return True, self._capture(known, model, forward, call)
+                    return True, self._capture(known, model, forward, call, stream)
                 known.graphs.move_to_end(call.key)
-                result, unchanged = graph.checked(call.tensors, call.caches)
+                result, unchanged = graph.checked(call.tensors, call.caches, stream)
                 with _undone_if_refused(graph, call):
                     graph.check_decisions()
             if unchanged():
@@ -193,14 +196,19 @@ class Graphs:
         only to its own memory, so a wrong result is simply dropped, and a cache set back; but its
         weights must still be at their addresses."""
         known = self._models.get(model)
-        graph = None if known is None else known.graphs.get(call.key)
-        if known is None or graph is None or not known.assumptions.in_place():
+        if known is None:
+            return False, None
+        switches = known.switches or call.switches
+        graph = known.graphs.get((call.layout, switches))
+        if graph is None or not known.assumptions.in_place():
             return False, None
         if not graph.cache_memory.confirmed:
             return False, None
-        with self._recorder.exclusive(call.device):
-            result, unchanged = graph.checked(call.tensors, call.caches)
-        if not known.assumptions.same(model) or not graph.holds():
+        with self._recorder.exclusive(call.device) as stream:
+            result, unchanged = graph.checked(call.tensors, call.caches, stream)
+        known.note_switches(call.switches)
+        same = switches == call.switches and known.assumptions.same(model)
+        if not same or not graph.holds():
             graph.cache_memory.set_back(call.caches)
             return False, None
         with _undone_if_refused(graph, call):
@@ -256,7 +264,7 @@ class Graphs:
         return False
 
     def _capture(
-        self, known: _Model, model: nn.Module, forward: Callable[..., Any], call: Call
+        self, known: _Model, model: nn.Module, forward: Callable[..., Any], call: Call, stream: Any
     ) -> Any:
         while len(known.graphs) >= self.limit:
             known.graphs.popitem(last=False)
@@ -274,7 +282,7 @@ class Graphs:
 
         try:
             graph = _twice(captured)
-            result = graph(call.tensors, call.caches)
+            result = graph(call.tensors, call.caches, stream)
             with _undone_if_refused(graph, call):
                 # some code takes another path while its stream is being captured
                 if not _compared(graph, model, forward, call, result)[0]:
@@ -357,16 +365,24 @@ class _Model:
         self.graphs: OrderedDict[Any, Captured] = OrderedDict()
         self.warm: OrderedDict[Any, set[int]] = OrderedDict()
         self.failed: OrderedDict[Any, str] = OrderedDict()
+        # those of PyTorch at every replay so far: None before the first, and once they have changed
+        self.switches: tuple[Any, ...] | None = None
+        self._switches_vary = False
+
+    def note_switches(self, now: tuple[Any, ...]) -> None:
+        """A replay begins with the switches of the one before, and is dropped if they are others:
+        to read them takes 20 to 40 us on the host of an H200, in which the GPU can work already.
+        Who changes them between calls waits."""
+        self._switches_vary |= self.switches not in (None, now)
+        self.switches = None if self._switches_vary else now
 
     def check(self, model: nn.Module, call: Call) -> None:
         if obstacle := self.assumptions.obstacle(model):
             raise Refusal(obstacle)
         if elsewhere := self.assumptions.devices - {call.device}:
             raise Refusal(f"weights on {listed(elsewhere)}")
-        if autograd_records():
-            weights = self.assumptions.weights()
-            if any(t.requires_grad for t in (*call.tensors, *weights)):
-                raise Refusal("gradients are recorded")
+        if autograd_records() and any(w.requires_grad for w in self.assumptions.weights()):
+            raise Refusal(GRADIENTS)
 
 
 def _records_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

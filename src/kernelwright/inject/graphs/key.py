@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from .buffers import PLAIN_TYPES, TENSOR_TYPES, Refusal, alignment, is_leaf, is_
 
 
 class Call:
-    """The inputs of a call, flattened. Calls with equal keys can share a graph."""
+    """The inputs of a call, flattened. Calls with equal keys can share a graph: a key is the layout
+    of the inputs and PyTorch's switches, which are read when they are first asked for."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], device_type: str) -> None:
         self._given = args, kwargs
+        self._device_type = device_type
         self.tensors: list[Tensor] = []
         self.caches: list[Any] = []  # of keys and values
         keys = tuple(_key_of(given, self.tensors, self.caches) for given in self._given)
@@ -31,7 +34,15 @@ class Call:
         if len(devices) > 1 or self.tensors[0].device.type != device_type:
             raise Refusal(f"inputs on {listed(devices)}")
         (self.device,) = devices
-        self.key = (self.device, keys, switches(device_type))
+        self.layout = self.device, keys
+
+    @cached_property
+    def switches(self) -> tuple[Any, ...]:
+        return switches(self._device_type)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.layout, self.switches
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The arguments, with these tensors in place of their own."""

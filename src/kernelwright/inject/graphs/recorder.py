@@ -26,7 +26,8 @@ class Recorder(Protocol):
         """Whether the current stream is being captured already."""
 
     def exclusive(self, device: torch.device) -> Any:
-        """A context for work on graph memory: it waits for all such work on other streams."""
+        """A context for work on graph memory: it waits for all such work on other streams. Gives
+        the current stream."""
 
     def record(
         self, run: Callable[[], Any], device: torch.device
@@ -36,11 +37,11 @@ class Recorder(Protocol):
     def stream(self) -> Any:
         """The current stream."""
 
-    def mark(self) -> Any:
-        """All work that was launched until now."""
+    def mark(self, device: torch.device, stream: Any) -> None:
+        """Remember all work that was launched on a stream until now."""
 
-    def beside(self, mark: Any, device: torch.device) -> Any:
-        """A context for work that waits for a mark, and for nothing after it."""
+    def beside(self, device: torch.device) -> Any:
+        """A context for work that waits for what was last remembered, and for nothing after it."""
 
     def release(self) -> None:
         """Free memory that is reserved for graphs."""
@@ -55,7 +56,7 @@ class _Shared:
         self.captures = torch.cuda.Stream(device)
         # its kernels are small, and the host waits for them
         self.beside = torch.cuda.Stream(device, priority=-1)
-        self.done = torch.cuda.Event()
+        self.done, self.marked = torch.cuda.Event(), torch.cuda.Event()
         self.last: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
@@ -92,25 +93,25 @@ class CudaRecorder:
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
 
-    def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream().record_event()
+    def mark(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._shared_on(device).marked.record(stream)
 
     @contextmanager
-    def beside(self, mark: torch.cuda.Event, device: torch.device) -> Iterator[None]:
-        stream = self._shared_on(device).beside
-        stream.wait_event(mark)
-        with torch.cuda.stream(stream):
+    def beside(self, device: torch.device) -> Iterator[None]:
+        shared = self._shared_on(device)
+        shared.beside.wait_event(shared.marked)
+        with torch.cuda.stream(shared.beside):
             yield
 
     @contextmanager
-    def exclusive(self, device: torch.device) -> Iterator[None]:
+    def exclusive(self, device: torch.device) -> Iterator[torch.cuda.Stream]:
         with torch.cuda.device(device):
             shared = self._shared_on(device)
             stream = torch.cuda.current_stream()
             if shared.last is not None and shared.last != stream:
                 stream.wait_event(shared.done)
             try:
-                yield
+                yield stream
             finally:
                 shared.done.record(stream)
                 shared.last = stream
