@@ -34,7 +34,8 @@ TIERS = f"{PEERS},exact+graphs,fused+graphs,fp8+graphs"
 # of models that are also in another folder: beside `--out`, where a row stands once
 APART = ("fp8", "fp8-memory", "programs")
 SHARED = ("--device", "cuda")  # a command that is given none looks for a GPU that is idle
-LATE = 3.0  # times the expected seconds after which a measurement is stopped
+LATE = 3.0  # times the expected seconds after which a measurement is stopped,
+LATE_IN_TURNS = 6.0  # and where it waits for others
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ FEW_LAYERS = (
     *("flux2-dev", "ltx-2", "hunyuan-video-1.5", "cogvideox-5b", "qwen-image", "wan-2.2-14b"),
     *("gemma-3-12b", "sana-1.6b", "kandinsky5-lite", "mochi", "flux2-klein-9b", "chroma"),
     *("hunyuan-video", "z-image", "lumina2", "wan-2.2-5b", "auraflow", "flux2-klein-4b"),
-    *("glm-4-9b", "phi-3-mini", "phi-4"),
+    *("glm-4-9b", "phi-3-mini", "phi-4", "ltx-2.3"),
 )
 WHOLE = {
     "ltx-video": ("ltx-video",),
@@ -87,7 +88,7 @@ TRAINED = {
 def measurements() -> Iterator[Measurement]:
     model, quick = ("bench", "model"), ("--seconds", "0.3", "--no-error")
     for name in FEW_LAYERS:
-        command = (*model, name, "--layers", "3", "--config", TIERS, *quick)
+        command = (*model, name, "--layers", "4", "--config", TIERS, *quick)
         yield Measurement(f"few-layers/{name}", command, 45)
     for name, what in WHOLE.items():
         command = (*model, *what, "--config", f"exact,{TIERS}", "--seconds", "1")
@@ -147,10 +148,10 @@ def record(measurement: Measurement, out: Path, lock: Path | None = None) -> str
     command = [sys.executable, *measurement.program, *measurement.arguments(out)]
     if lock and measurement.command[:1] == ("bench",):
         command += SHARED
-    environment = in_turns(lock) if lock else None
+    environment, late = (in_turns(lock), LATE_IN_TURNS) if lock else (None, LATE)
     try:
         done = subprocess.run(
-            command, check=False, timeout=LATE * measurement.seconds, env=environment
+            command, check=False, timeout=late * measurement.seconds, env=environment
         )
     except subprocess.TimeoutExpired:
         return "stopped: it took too long"
