@@ -66,11 +66,40 @@ def test_without_its_recipe_fused_errs_no_more_than_eager():
 
 
 def test_a_timestep_for_every_token():
-    """Image-to-video gives each token its own modulation: temb is [B, S, ...]."""
+    """Image-to-video gives each token its own modulation: temb is [B, S, ...]. Programs add the
+    table of a block to it where they use it."""
     model, inputs = ltx(torch.bfloat16)
     inputs = for_every_token(inputs)
-    sites = fused_sites(check_exact(model, inputs))
-    assert sites["gate + residual + norm + modulate"] == len(model.transformer_blocks) - 1
+    programs, _ = programs_of(check_exact(model, inputs))
+    assert set(programs) == PROGRAMS
+    check_fused(model, inputs)
+
+
+def test_one_timestep_and_one_for_every_token_in_turn():
+    model, inputs = ltx(torch.bfloat16)
+    cases = 2 * [inputs, for_every_token(inputs)]
+    expected = [run(model, given) for given in cases]
+    with kw.injected(model) as report:
+        for given, wanted in zip(cases, expected, strict=True):
+            assert same(run(model, given), wanted)
+    assert not report.problems
+
+
+def test_a_hook_in_a_block_whose_tokens_have_timesteps():
+    """No program can be made of it: its recipe is used, one kernel after the other."""
+    model, inputs = ltx(torch.bfloat16)
+    inputs, calls = for_every_token(inputs), []
+    for block in model.transformer_blocks:
+        block.attn1.to_q.register_forward_hook(lambda *_: calls.append(1))
+        block.norm2.register_forward_hook(lambda *_: calls.append(2))
+    expected = run(model, inputs)
+    seen = list(calls)
+    with kw.injected(model) as report:
+        for _ in range(3):
+            calls.clear()
+            assert same(run(model, inputs), expected)
+            assert calls == seen
+    assert fused_sites(report)["QK-norm + RoPE"] == len(model.transformer_blocks)
 
 
 def test_one_prompt_without_guidance():

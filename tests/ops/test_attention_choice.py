@@ -54,7 +54,10 @@ CHOICES = [
     ({"aligned": False}, "triton"),
     ({"head_dim": 13, "value_dim": 13}, "flash"),
     ({"head_dim": 13, "value_dim": 13, "mask": "bool"}, "triton"),
-    ({"head_dim": 256, "value_dim": 256}, "flash"),
+    ({"head_dim": 256, "value_dim": 256}, "cudnn"),
+    ({"head_dim": 256, "value_dim": 256, "mask": "float"}, "cudnn"),
+    ({"head_dim": 256, "value_dim": 256, "grad": True}, "flash"),
+    ({"head_dim": 256, "value_dim": 256, "capability": (10, 0)}, "flash"),
     ({"head_dim": 512, "value_dim": 512}, "efficient"),
     ({"queries": 512, "keys": 1}, "flash"),
     ({"disabled": ("cudnn",)}, "flash"),
@@ -73,6 +76,7 @@ CHOICES = [
 def everything_installed(monkeypatch):
     monkeypatch.setattr(limits, "fa4_installed", lambda: True)
     monkeypatch.setattr(limits, "triton_problem", lambda device, dtype: None)
+    monkeypatch.setattr(limits, "cudnn_version", lambda: limits.CUDNN_WITH_256)
 
 
 @pytest.mark.usefixtures("everything_installed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from .fusions import Fusions
 from .graphs.capture import capturing
 from .graphs.host_reads import reading
 from .recipes._recipe import Chain, Forward, Patch
+from .reuse import recordable
 from .runtime import forwards, model_run, work_ahead
 from .runtime.input_key import number_of, signature
 from .runtime.sites import mode
@@ -41,15 +43,26 @@ def module_forward(
         result = recipe(self, *args, **kwargs)
         return eager(self, *args, **kwargs) if result is NotImplemented else result
 
+    def by_programs(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = fusions.programs.run(self, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        work_ahead.forget()  # its verdict does not say what was done ahead for it
+        return fused(self, *args, **kwargs)
+
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # what is recorded when it runs is no part of a trace
             traced = fused if known and patch.signature is None else own
             return traced(self, *args, **kwargs)
-        return checker.run(self, fused, eager, args, kwargs)
+        programs = patch.programs_for is not None and patch.programs_for(args, kwargs)
+        return checker.run(self, by_programs if programs else fused, eager, args, kwargs)
 
-    fused.own, fused.known, fused.patch = own, known, patch  # type: ignore[attr-defined]
+    described: Any
+    for described in (fused, by_programs):
+        described.own, described.known, described.patch = own, known, patch
+    described.patch = replace(patch, signature=recordable.signature)
     forward.fused = fused  # type: ignore[attr-defined]
     return _marked(forward, patch)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -32,7 +32,8 @@ class Patch:
     every tier then checks the new forward, and torch.compile is given the module's own.
 
     `not_exact` is why `exact` leaves these modules alone, or None. `signature` returns the key of a
-    call's inputs under which verdicts are kept, where the usual one says too little.
+    call's inputs under which verdicts are kept, where the usual one says too little. `programs_for`
+    is given the arguments of a call and returns whether the fuser's programs are faster for it.
     """
 
     target: str | Callable[[nn.Module], bool | str]
@@ -44,6 +45,7 @@ class Patch:
     for_class: bool = False
     not_exact: str | None = None
     signature: Callable[[Any, Any], Any] | None = None
+    programs_for: Callable[[Any, Any], bool] | None = None
 
     def matches(self, module: nn.Module) -> bool | str:
         if callable(self.target):
@@ -79,6 +81,11 @@ class Recipe:
         if callable(self.chains):
             return self.chains(module)
         return self.chains.get(full_name(type(module)))
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+    """An argument of a call, given by place or by name; None if it is not given."""
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 def class_of(name: str) -> Any:

@@ -20,7 +20,7 @@ from ..fusions.compiled_ops import add
 from ..fusions.projections import run_in_order
 from ..reuse.rope_tables import narrow
 from ..runtime import work_ahead
-from ._recipe import Forward, Patch, Recipe, class_of
+from ._recipe import Forward, Patch, Recipe, argument, class_of
 
 MODULE = "diffusers.models.transformers.transformer_ltx"
 Rotary = tuple[Tensor, Tensor]
@@ -69,6 +69,14 @@ def block(fuse: Fusions) -> Forward:
         return hidden_states
 
     return forward
+
+
+def modulated_by_token(args: Any, kwargs: Any) -> bool:
+    """Whether each token has a timestep of its own (a video from an image). Programs read the
+    embedding of a token and the table of the block where they are used; their sum would be written
+    first."""
+    temb = argument(args, kwargs, 2, "temb")
+    return temb is not None and temb.shape[1] > 1
 
 
 def modulation(fuse: Fusions, block: Any, temb: Tensor) -> tuple[Tensor, ...]:
@@ -231,6 +239,7 @@ RECIPE = Recipe(
             covers=("norm1", "norm2"),
             sources=("LTXVideoTransformerBlock.forward",),
             written_for=("330df9716285",),
+            programs_for=modulated_by_token,
         ),
         Patch(
             f"{MODULE}.LTXAttention",

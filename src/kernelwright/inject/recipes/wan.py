@@ -18,7 +18,7 @@ from ..fusions import QKV, Fusions
 from ..fusions.compiled_ops import add
 from ..fusions.projections import run_in_order
 from ..runtime import work_ahead
-from ._recipe import Forward, Patch, Recipe, class_of
+from ._recipe import Forward, Patch, Recipe, argument, class_of
 
 MODULE = "diffusers.models.transformers.transformer_wan"
 TEXT_TOKENS = 512  # the context is an image, if there is one, then this many tokens of text
@@ -53,7 +53,8 @@ def block(fuse: Fusions) -> Forward:
         )
         branch = self.ffn(rows)
 
-        # a modulation per token takes 12 times the memory of the rows: hold one block's at a time
+        # a modulation per token takes 12 times the memory of the rows: hold one block's at a time,
+        # where it is not left to programs
         after = work_ahead.following(self) if temb.ndim == 3 else None
         if after is None:
             return fuse.residual(hidden_states, branch, gate_ff, float32=True)
@@ -65,6 +66,13 @@ def block(fuse: Fusions) -> Forward:
         return hidden_states
 
     return forward
+
+
+def modulated_by_token(args: Any, kwargs: Any) -> bool:
+    """Whether each token has a timestep of its own (Wan 2.2 5B). Programs read the embedding of a
+    token and the table of the block where they are used; their sum would be written first."""
+    temb = argument(args, kwargs, 2, "temb")
+    return temb is not None and temb.ndim == 4
 
 
 def modulation(block: Any, temb: Tensor) -> tuple[Tensor, ...]:
@@ -182,6 +190,7 @@ RECIPE = Recipe(
             covers=("norm1", "norm2", "norm3"),
             sources=("WanTransformerBlock.forward",),
             written_for=("77d7776442da",),
+            programs_for=modulated_by_token,
         ),
         Patch(
             f"{MODULE}.WanAttention",
