@@ -83,6 +83,7 @@ TRAINED = {
     "flux-dev-lora": ("flux-dev", "--lora", "16", "--layers", "6"),
     "llama-3-8b": ("llama-3-8b", "--layers", "8"),
 }
+TRAINED_AS = "eager,compile,exact,exact+graphs,fused+graphs"
 
 
 def measurements() -> Iterator[Measurement]:
@@ -114,7 +115,9 @@ def measurements() -> Iterator[Measurement]:
         command = (*model, name, "--config", "eager,exact+graphs", *quick)
         yield Measurement(f"full-depth/{name}", command, 60)
     for name, what in TRAINED.items():
-        yield Measurement(f"training/{name}", ("bench", "train", *what), 150)
+        peers = ",liger" if name.startswith("llama") else ""
+        command = ("bench", "train", *what, "--config", TRAINED_AS + peers, "--no-error")
+        yield Measurement(f"training/{name}", (*command, "--seconds", "1"), 150)
     generate = ("bench", "generate", "llama-3-8b", "--new", "48")
     yield Measurement("generation/llama-3-8b", generate, 120)
     yield Measurement("generation/llama-3-8b-8", (*generate, "--batch", "8"), 120)
