@@ -17,7 +17,7 @@ class Again:
     device_type = "cpu"
     replaying = False
 
-    def __init__(self):
+    def __init__(self, partner=None):
         self.recorded = self.replayed = self.released = 0
 
     def busy(self):

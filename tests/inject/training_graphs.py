@@ -19,8 +19,8 @@ class Overwriting(Again):
     """What a graph returns and does not keep may lie anywhere, and what a graph keeps may lie where
     one that was captured before has its scratch memory."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, partner=None):
+        super().__init__(partner)
         self.results = []  # (returned, kept) of each capture
 
     def record(self, run, device):

@@ -61,7 +61,7 @@ class TrainingGraphs:
         self.asked = False  # whether the model has run while gradients were recorded
         self.replays = 0
         # of forwards and of backwards: see block_graph
-        self.recorders = recorder(), recorder()
+        self.recorders = _pair(recorder)
         self._lock = threading.RLock()
         self._orders = count(1)
         self._owners: WeakKeyDictionary[nn.Module, Graphed] = WeakKeyDictionary()
@@ -69,7 +69,7 @@ class TrainingGraphs:
         self._buffers: WeakSet[SharedBuffer] = WeakSet()
         self._gradients: dict[Any, InputBuffer] = {}
         # of graphs that share their memory
-        self.on_loan = recorder(), recorder()
+        self.on_loan = _pair(recorder)
         self._borrowers: WeakKeyDictionary[nn.Module, Graphed] = WeakKeyDictionary()
         self._inputs_on_loan: WeakValueDictionary[Any, SharedBuffer] = WeakValueDictionary()
         self._loan: Loan | None = None
@@ -308,6 +308,12 @@ class TrainingGraphs:
             self._gradients[key].fill(random)
             found.append(self._gradients[key])
         return found
+
+
+def _pair(recorder: type[Recorder]) -> tuple[Recorder, Recorder]:
+    """Two recorders whose graphs wait for each other, as `BlockGraph.exclusive` has them do."""
+    first = recorder()
+    return first, recorder(first)
 
 
 def _take_turn(
