@@ -7,7 +7,7 @@ from declared import DTYPES, every_case
 from numerics import hold_case
 
 from kernelwright.ops import attention
-from kernelwright.ops.attention import sdpa
+from kernelwright.ops.attention import choice, sdpa
 from kernelwright.ops.op import registry
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -95,6 +95,34 @@ def test_ltx_is_as_close_to_float32_as_cudnn(planned, tokens, masked):
     assert planned == ["attention_few_keys_kernel"]
     assert got.stride() == args[0].stride()
     assert error(got) <= 1.2 * error(sdpa.cudnn(*args, mask, None, False))
+
+
+MASKS = {
+    "plain": lambda tokens: None,
+    "padded": lambda tokens: tokens.lt(len(tokens) - 9)[None, None, None],
+    "causal": lambda tokens: tokens.le(tokens[:, None])[None, None],
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("queries", [130, 1024])
+@pytest.mark.parametrize("head_dim", [136, 160, 192, 256])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_wide_heads_are_as_close_to_float32_as_plain_steps(dtype, head_dim, queries, mask):
+    """On Hopper cuDNN runs heads of up to 256, as PyTorch itself would choose it."""
+    query, key, value = tensors(2, 4, 2, queries, queries, head_dim, dtype=dtype, device="cuda")
+    seen = MASKS[mask](torch.arange(queries, device="cuda"))
+    chosen = choice.choose(choice.request_of(query, key, value, seen, False))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert chosen.backend == "cudnn", chosen.reason
+    key, value = (t.repeat_interleave(2, 1) for t in (key, value))
+    truth = sdpa.math(query.float(), key.float(), value.float(), seen, None, False)
+
+    def error(got):
+        return (got.float() - truth).norm() / truth.norm()
+
+    plain = sdpa.math(query, key, value, seen, None, False)
+    assert error(attention(query, key, value, seen)) <= 1.2 * error(plain)
 
 
 def test_a_graph_of_it_gives_the_bits_of_a_call(planned):
