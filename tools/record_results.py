@@ -151,7 +151,10 @@ def record(measurement: Measurement, out: Path, lock: Path | None = None) -> str
     command = [sys.executable, *measurement.program, *measurement.arguments(out)]
     if lock and measurement.command[:1] == ("bench",):
         command += SHARED
-    environment, late = (in_turns(lock), LATE_IN_TURNS) if lock else (None, LATE)
+    # what a calibration in the background would find for this PyTorch and GPU is known
+    environment, late = {**os.environ, "KERNELWRIGHT_CALIBRATE": "0"}, LATE
+    if lock:
+        environment, late = environment | in_turns(lock), LATE_IN_TURNS
     try:
         done = subprocess.run(
             command, check=False, timeout=late * measurement.seconds, env=environment
@@ -165,9 +168,9 @@ def record(measurement: Measurement, out: Path, lock: Path | None = None) -> str
 
 
 def in_turns(lock: Path) -> dict[str, str]:
-    """The environment of measurements that run side by side."""
+    """What the environment of measurements that run side by side has besides."""
     # torch.compile's workers would go on while their parent is stopped
-    return {**os.environ, turns.VARIABLE: str(lock), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return {turns.VARIABLE: str(lock), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def record_each(todo: list[Measurement], out: Path, within: float, jobs: int) -> None:

@@ -104,7 +104,7 @@ def planned(arch: str, op: Op, arguments: tuple[Any, ...]) -> Kernel:
 
 
 def dealt_out() -> list[Kernel]:
-    """Every second kernel, once: on Hopper in bfloat16 those that have no other way and every third
+    """Every third kernel, once: on Hopper in bfloat16 those that have no other way and every third
     of the others; the rest on another GPU, in float32 or unaligned, in turns."""
     ways: dict[Any, dict[Any, list[Kernel]]] = {}
     for arch in ARCHITECTURES:
@@ -124,7 +124,7 @@ def dealt_out() -> list[Kernel]:
             fewest = min(elsewhere, key=given.__getitem__)
             given[fewest] += 1
             found += ways[fewest][kernel]
-    return share(sorted(found, key=lambda k: k.call.target.capability), 2)
+    return share(sorted(found, key=lambda k: k.call.target.capability), 3)
 
 
 def main() -> None:

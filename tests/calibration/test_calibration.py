@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kernelwright.calibration.calibrate import _sum
 from kernelwright.calibration.trees import tree_of
 from kernelwright.cli import app
 from kernelwright.inject.runtime import model_run
+from kernelwright.measure.timing import milliseconds
 from kernelwright.ops import ways
 from kernelwright.ops.op import registry
 
@@ -200,12 +202,22 @@ class TestBackground:
         started = []
         monkeypatch.setattr(background, "_considered", False)
         monkeypatch.setattr(background, "_run", lambda: started.append(1))
+        monkeypatch.setattr(background, "_thread", None)
+        background.wait()  # for nothing
         for _ in range(3):
             background.consider()
-        for thread in background.threading.enumerate():
-            if thread.name == "kernelwright-calibration":
-                thread.join()
+        background.wait()
         assert started == [1]
+
+    def test_no_time_is_taken_before_it_has_ended(self, monkeypatch):
+        done, seen = [], []
+        monkeypatch.setattr(background, "_considered", False)
+        monkeypatch.setattr(background, "_thread", None)
+        monkeypatch.setattr(background, "_run", lambda: (time.sleep(0.2), done.append(1)))
+        background.consider()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        milliseconds(lambda: seen.append(list(done)), 0.0)
+        assert seen == [[1]] * len(seen)
 
     def test_what_it_finds_is_used_and_what_is_lost_is_named(self, monkeypatch):
         def run(command, **how):

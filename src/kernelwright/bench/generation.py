@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import models, place
+from ..calibration import background
 from ..close_names import suggestion
 from ..errors import BadSetting, CannotRun
 from ..measure import results
@@ -162,6 +163,7 @@ def _seconds(
     token tells how long the first takes."""
     firsts: list[float] = []
     wholes: list[float] = []
+    background.wait()
     start = time.perf_counter()
     while len(firsts) < 2 or time.perf_counter() - start < at_least:
         for tokens, times in ((1, firsts), (generation.new, wholes)):

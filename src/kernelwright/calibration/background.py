@@ -29,11 +29,12 @@ SECONDS = 300
 
 _lock = threading.Lock()
 _considered = False
+_thread: threading.Thread | None = None  # waits for the process
 
 
 def consider() -> None:
     """Start it if nothing was found for this environment yet; does so at most once a process."""
-    global _considered
+    global _considered, _thread
     if _considered:
         return
     with _lock:
@@ -41,7 +42,14 @@ def consider() -> None:
             return
         _considered = True
     if why_not() is None:
-        threading.Thread(target=_run, name="kernelwright-calibration", daemon=True).start()
+        _thread = threading.Thread(target=_run, name="kernelwright-calibration", daemon=True)
+        _thread.start()
+
+
+def wait() -> None:
+    """Wait until it has ended, if it was started here: its kernels run between those of others."""
+    if _thread is not None:
+        _thread.join()
 
 
 def why_not() -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calibration import background
 from . import turns
 
 # the fewest readings of each call, however short the time
@@ -115,8 +116,10 @@ def wall_reading(timed: Timed) -> Callable[[], float]:
 
 
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:
-    """Median wall time of a call with the GPU's work done; five calls or more, for `seconds`."""
+    """Median wall time of a call with the GPU's work done; five calls or more, for `seconds`. A
+    calibration in the background ends before."""
     readings: list[float] = []
+    background.wait()
     wait()
     with turns.alone():
         end = time.perf_counter() + seconds

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calibration import background
 from ..inject import Report
 from ..progress import Show, show_nothing
 from .settings import MIN_STEPS, Settings
@@ -81,6 +82,7 @@ def measure(pipe: Any, settings: Settings, way: Way, show: Show = show_nothing) 
         for _ in range(settings.warmup_iterations):
             generate(pipe, short, show(f"{way}, warming up", short.steps))
         ready = time.perf_counter() - begin
+        background.wait()
         run = generate(pipe, settings, show(str(way), settings.steps))
     return Measured(way, run, ready, report)
 
