@@ -85,6 +85,14 @@ def test_one_timestep_and_one_for_every_token_in_turn():
     assert not report.problems
 
 
+def test_a_part_to_be_left_as_it_is_in_a_block_whose_tokens_have_timesteps():
+    model, inputs = ltx(torch.bfloat16)
+    report = check_exact(model, for_every_token(inputs), skip="*.attn2")
+    programs, others = programs_of(report)
+    assert not programs
+    assert others["QK-norm + RoPE"] == len(model.transformer_blocks)
+
+
 def test_a_hook_in_a_block_whose_tokens_have_timesteps():
     """No program can be made of it: its recipe is used, one kernel after the other."""
     model, inputs = ltx(torch.bfloat16)

@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 
 
 def module_forward(
-    patch: Patch, kind: type[nn.Module], fusions: Fusions, checker: Checker
+    patch: Patch,
+    kind: type[nn.Module],
+    fusions: Fusions,
+    checker: Checker,
+    whole: bool = False,
 ) -> Forward:
-    """The new forward of a class. Its modules share it, so torch.compile traces it once."""
+    """The new forward of a class. Its modules share it, so torch.compile traces it once. `whole`:
+    whether programs may have all of its parts, for calls that they are faster for."""
     recipe = patch.forward(fusions, kind) if patch.for_class else patch.forward(fusions)
     own = kind.forward
     known = patch.is_written_for(kind)
@@ -56,7 +61,7 @@ def module_forward(
             # what is recorded when it runs is no part of a trace
             traced = fused if known and patch.signature is None else own
             return traced(self, *args, **kwargs)
-        programs = patch.programs_for is not None and patch.programs_for(args, kwargs)
+        programs = whole and patch.programs_for is not None and patch.programs_for(args, kwargs)
         return checker.run(self, by_programs if programs else fused, eager, args, kwargs)
 
     described: Any
