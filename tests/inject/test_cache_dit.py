@@ -8,7 +8,7 @@ import pytest
 import kernelwright as kw
 
 from .tape import graphs_on_the_cpu
-from .test_caches import MODELS, STEPS, built, denoised, same, without_cache
+from .test_caches import STEPS, built, denoised, same, taking_turns, without_cache
 
 cache_dit = pytest.importorskip("cache_dit")
 
@@ -43,10 +43,7 @@ def expected(name, calibrator):
 
 
 @pytest.mark.compatibility("cache-dit")
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("calibrator", CALIBRATORS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "calibrator", "when", "graphs"), taking_turns(CALIBRATORS))
 def test_cache_dit_gives_its_own_bits_in_an_injected_model(name, calibrator, when, graphs):
     want, plain = expected(name, calibrator), without_cache(name)
     model, inputs = built(name)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from everything import share
 
 from kernelwright.backends import Target, Unsupported, cuda
 from kernelwright.checking import emulator
@@ -207,8 +208,10 @@ def test_the_kernel_compiles_without_spills(dim):
     assert 24 + groups * registers <= (groups + 1) * started
 
 
-@pytest.mark.parametrize("place", ["query", "key", "value"])
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+NOT_FINITE = [(p, n) for n in (float("nan"), float("inf")) for p in ("query", "key", "value")]
+
+
+@pytest.mark.parametrize(("place", "number"), share(NOT_FINITE, 2))
 def test_what_is_not_finite_is_not_hidden(place, number):
     query, key, value = (t.clone() for t in heads(150))
     {"query": query, "key": key, "value": value}[place][0, 1, 140, 3] = number
