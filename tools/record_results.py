@@ -34,8 +34,8 @@ TIERS = f"{PEERS},exact+graphs,fused+graphs,fp8+graphs"
 # of models that are also in another folder: beside `--out`, where a row stands once
 APART = ("fp8", "fp8-memory", "programs")
 SHARED = ("--device", "cuda")  # a command that is given none looks for a GPU that is idle
-LATE = 3.0  # times the expected seconds after which a measurement is stopped,
-LATE_IN_TURNS = 6.0  # and where it waits for others
+# a measurement is stopped after so many times its expected seconds; more if it waits for others
+LATE, LATE_IN_TURNS = 3.0, 6.0
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def consider() -> None:
 
 
 def wait() -> None:
-    """Wait until it has ended, if it was started here: its kernels run between those of others."""
+    """Wait for a calibration that this process has started: until it ends it uses the GPU, too."""
     if _thread is not None:
         _thread.join()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +33,10 @@ def module_forward(
     kind: type[nn.Module],
     fusions: Fusions,
     checker: Checker,
-    whole: bool = False,
+    programs_for: Callable[[Any, Any], bool] | None = None,
 ) -> Forward:
-    """The new forward of a class. Its modules share it, so torch.compile traces it once. `whole`:
-    whether programs may have all of its parts, for calls that they are faster for."""
+    """The new forward of a class. Its modules share it, so torch.compile traces it once. Calls for
+    which `programs_for` returns True run as programs of the fuser."""
     recipe = patch.forward(fusions, kind) if patch.for_class else patch.forward(fusions)
     own = kind.forward
     known = patch.is_written_for(kind)
@@ -61,13 +61,12 @@ def module_forward(
             # what is recorded when it runs is no part of a trace
             traced = fused if known and patch.signature is None else own
             return traced(self, *args, **kwargs)
-        programs = whole and patch.programs_for is not None and patch.programs_for(args, kwargs)
+        programs = programs_for is not None and programs_for(args, kwargs)
         return checker.run(self, by_programs if programs else fused, eager, args, kwargs)
 
-    described: Any
-    for described in (fused, by_programs):
-        described.own, described.known, described.patch = own, known, patch
-    described.patch = replace(patch, signature=recordable.signature)
+    recorded = replace(patch, signature=recordable.signature)
+    fused.own, fused.known, fused.patch = own, known, patch  # type: ignore[attr-defined]
+    by_programs.own, by_programs.known, by_programs.patch = own, known, recorded  # type: ignore[attr-defined]
     forward.fused = fused  # type: ignore[attr-defined]
     return _marked(forward, patch)
 

@@ -152,7 +152,7 @@ class _Plan:
 
     def _replace_modules(self) -> None:
         """Choose new forwards for modules that match a recipe; one class shares one forward."""
-        made: dict[tuple[int, type, bool], Forward] = {}
+        made: dict[tuple[int, type, Any], Forward] = {}
         covered: dict[nn.Module, str] = {}
         inside: set[nn.Module] = set()  # parts of blocks that run as programs
         for name, module in self.named.items():
@@ -171,11 +171,13 @@ class _Plan:
             for child in patch.covers:
                 if (inner := getattr(module, child, None)) is not None:
                     covered[inner] = type(module).__name__
-            # the programs of a block have all of its parts, those to be left as they are too
-            whole = patch.programs_for is not None and not self._skips_inside(name, module)
-            key = id(patch), type(module), whole
+            # programs run a whole block, so none where the user wants a part of it left alone
+            programs_for = None if self._skips_inside(name, module) else patch.programs_for
+            key = id(patch), type(module), programs_for
             if key not in made:
-                made[key] = module_forward(patch, type(module), self.fusions, self.checker, whole)
+                made[key] = module_forward(
+                    patch, type(module), self.fusions, self.checker, programs_for
+                )
             self.checker.names[module] = self.part.path(name)
             work_ahead.allow(module)
             self.injection.add(module, made[key])

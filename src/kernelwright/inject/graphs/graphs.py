@@ -370,9 +370,9 @@ class _Model:
         self._switches_vary = False
 
     def note_switches(self, now: tuple[Any, ...]) -> None:
-        """A replay begins with the switches of the one before, and is dropped if they are others:
-        to read them takes 20 to 40 us on the host of an H200, in which the GPU can work already.
-        Who changes them between calls waits."""
+        """A replay assumes the switches of the one before, and is dropped if they have changed:
+        reading them takes 20 to 40 us of an H200's host, and the GPU can start before. Once they
+        have changed between two calls, they are read first."""
         self._switches_vary |= self.switches not in (None, now)
         self.switches = None if self._switches_vary else now
 

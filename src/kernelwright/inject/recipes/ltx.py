@@ -72,9 +72,8 @@ def block(fuse: Fusions) -> Forward:
 
 
 def modulated_by_token(args: Any, kwargs: Any) -> bool:
-    """Whether each token has a timestep of its own (a video from an image). Programs read the
-    embedding of a token and the table of the block where they are used; their sum would be written
-    first."""
+    """Whether each token has a timestep of its own (image to video). A program adds the table of
+    the block to a token's embedding where it needs the sum; the recipe would store all sums."""
     temb = argument(args, kwargs, 2, "temb")
     return temb is not None and temb.shape[1] > 1
 

@@ -88,7 +88,7 @@ def _efficient_problem(r: Request) -> str | None:
 
 
 def _cudnn_problem(r: Request) -> str | None:
-    # its kernels for Hopper know 256 since 9.10; PyTorch takes them, backward not tried here
+    # on Hopper cuDNN runs heads of up to 256 from 9.10 on; its backward was not tested with them
     wide = r.capability == (9, 0) and not r.grad and cudnn_version() >= CUDNN_WITH_256
     most = 256 if wide else 128
     if r.head_dim % 8 or r.value_dim % 8 or max(r.head_dim, r.value_dim) > most:
