@@ -1,6 +1,8 @@
 """What the first call of a block under autograd finds out: programs that differ from eager run as
 PyTorch's ops, and attention that does not repeat itself keeps nothing else from being compared."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from inject.trained import Attention, data, differing, gradients, model, twice, 
 from kernelwright.inject.reuse.program_sites import ProgramSites
 from kernelwright.inject.training import blocks
 from kernelwright.inject.training.block_programs import BlockPrograms
+from kernelwright.inject.training.trial import Trial
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
@@ -44,7 +47,7 @@ def test_a_backward_that_differs_in_every_way_is_not_used(monkeypatch):
     assert any("a gradient differs from eager's" in line for line in report.gradients)
 
 
-calls = [0]
+calls, orders = [0], [0]  # how often attention was differentiated, and after how many it repeats
 
 
 @torch.library.custom_op("training_test::attention", mutates_args=())
@@ -56,7 +59,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 def attention_backward(g: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Sums in another order each time, as far as anybody can tell."""
     calls[0] += 1
-    return g.mean(2, keepdim=True).expand(v.shape) + calls[0] * 1e-3
+    order = calls[0] % orders[0] if orders[0] else calls[0]
+    return g.mean(2, keepdim=True).expand(v.shape) + order * 1e-3
 
 
 attention.register_fake(lambda q, k, v: torch.empty_like(q))
@@ -67,7 +71,10 @@ attention.register_autograd(
 )
 
 
-def test_attention_that_does_not_repeat_itself(monkeypatch):
+@pytest.fixture
+def attends(monkeypatch):
+    """Blocks run `attention`, whose gradients repeat after so many runs."""
+
     def forward(self, x, text):
         heads = [
             layer(t).unflatten(-1, (2, -1)).transpose(1, 2).contiguous()
@@ -75,14 +82,42 @@ def test_attention_that_does_not_repeat_itself(monkeypatch):
         ]
         return self.o(attention(*heads).transpose(1, 2).flatten(2))
 
-    monkeypatch.setattr(Attention, "forward", forward)
+    def repeating(after):
+        monkeypatch.setattr(Attention, "forward", forward)
+        monkeypatch.setattr(sys.modules[__name__], "orders", [after])
+
+    return repeating
+
+
+@pytest.mark.parametrize("after", [0, 2, 3], ids=["never", "two", "three"])
+def test_attention_that_does_not_repeat_itself(attends, after):
+    """Nor does one that by chance gives autograd the same bits twice, and others to programs."""
+    attends(after)
     ours = model()
     report = kw.inject(ours)
     first, second = gradients(ours, data()), gradients(ours, data())
-    assert differing(first, second) != []
+    assert after or differing(first, second) != []
     lines = [line for line in report.gradients if line.startswith("Block")]
     assert lines
     assert all("recorded: forward" in line for line in lines)
+
+
+def test_gradients_that_do_not_depend_on_such_attention_are_autograds(attends, monkeypatch):
+    attends(0)
+    usual = Trial._by_ops
+
+    def by_ops(self, joint):
+        found, known = usual(self, joint)
+        found.contributions[:] = [(name, t * 1.01) for name, t in found.contributions]
+        return found, known
+
+    monkeypatch.setattr(Trial, "_by_ops", by_ops)
+    ours = model()
+    report = kw.inject(ours)
+    gradients(ours, data())
+    lines = [line for line in report.gradients if line.startswith("Block")]
+    assert lines
+    assert all("of the ops that autograd runs differs" in line for line in lines)
 
 
 def test_blocks_with_adapters_share_recordings(monkeypatch):
