@@ -140,6 +140,57 @@ def test_joint_streams_are_written_where_they_belong():
     }
 
 
+def normed(x, y):
+    """A sum, one value for each row of it, and its norm, as a backward wants them."""
+    total = x + y
+    r = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return total, r, total * r
+
+
+def test_a_value_of_each_row_is_stored_with_the_row():
+    (program,) = programs(check(Small(normed), torch.randn(2, 3, 64), torch.randn(2, 3, 64)))
+    assert [s.shape for s in program.stores] == [(2, 3, 64), (2, 3, 1), (2, 3, 64)]
+
+
+def test_a_value_of_each_row_has_a_program_of_its_own_where_both_have_no_kernel():
+    module, given = Small(normed), (torch.randn(2, 3, 64), torch.randn(2, 3, 64))
+    recorded = recording.record(module, tuple(given), {})
+    plan = planning.plan(recorded, lambda p, _: "too much" if len(p.stores) > 2 else None)
+    assert not plan.refused
+    assert [s.shape for p in programs(plan) for s in p.stores].count((2, 3, 1)) == 1
+    got = recorded.result(running.run(plan, recorded.inputs(module, tuple(given), {})))
+    for ours, theirs in zip(got, normed(*given), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def weights_gradient(x, weight, g):
+    """The end of a backward: an activation is computed again for the gradient of the weight after
+    it, and its own gradient reads the same input."""
+    y = torch.sigmoid(x) * x
+    of_weight, of_y = y.T @ g, g @ weight.T
+    return of_weight, of_y * torch.sigmoid(x) + of_y * x
+
+
+def test_what_only_a_result_is_made_of_waits_for_a_program_that_reads_the_same():
+    shapes = (32, 64), (64, 16), (32, 16)
+    plan = check(Small(weights_gradient), *(torch.randn(s) for s in shapes))
+    (program,) = programs(plan)
+    assert [s.shape for s in program.stores] == [(32, 64), (32, 64)]
+    assert len(program.loads) == 2
+
+
+def test_it_does_not_wait_where_that_would_have_no_kernel():
+    module = Small(weights_gradient)
+    given = [torch.randn(s) for s in ((32, 64), (64, 16), (32, 16))]
+    recorded = recording.record(module, tuple(given), {})
+    plan = planning.plan(recorded, lambda p, _: "too much" if len(p.stores) > 1 else None)
+    assert not plan.refused
+    assert [len(p.stores) for p in programs(plan)] == [1, 1]
+    got = recorded.result(running.run(plan, recorded.inputs(module, tuple(given), {})))
+    for ours, theirs in zip(got, weights_gradient(*given), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_value_of_two_stages_is_stored_once():
     class Residual(nn.Module):
         def __init__(self):

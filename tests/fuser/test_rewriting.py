@@ -309,3 +309,36 @@ def test_layers_whose_results_have_to_lie_alone_stay_apart():
     assert not products
     got, want = result(made, block, x)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+class Scaled(nn.Module):
+    """What an adapter adds, with a scale."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.down, self.up, self.scale = nn.Linear(16, 4), nn.Linear(4, 16), scale
+
+    def forward(self, x):
+        scaled = self.up(self.down(x) * self.scale) * self.scale
+        return x + scaled, x * self.scale
+
+
+@pytest.mark.parametrize(("scale", "left"), [(1.0, 1), (0.5, 3)])
+def test_what_is_multiplied_by_one_is_read_as_it_is(scale, left):
+    """Only a result is another tensor."""
+    block, x = Scaled(scale), torch.randn(3, 16)
+    made = recorded(block, x)
+    rewriting.drop_factors_of_one(made.graph)
+    assert len(made.graph.find_nodes(op="call_function", target=aten.mul.Tensor)) == left
+    for ours, theirs in zip(*result(made, block, x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_rows_with_gaps_that_are_multiplied_by_one_are_rows_of_their_own():
+    class Part(nn.Module):
+        def forward(self, x):
+            return (x[:, 0].expand(4, 4) * 1.0) @ x
+
+    made = recorded(Part(), torch.randn(4, 4))
+    rewriting.drop_factors_of_one(made.graph)
+    assert len(made.graph.find_nodes(op="call_function", target=aten.mul.Tensor)) == 1

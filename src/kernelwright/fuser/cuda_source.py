@@ -242,6 +242,12 @@ class Emitter(RowSharing):
         )
         kind, place = type_name(store.dtype), v.place(access)
         whole = store.dtype in TYPES
+        if self.by_row and not v.depends(value) and not access.dynamic and len(set(places)) == 1:
+            # one value a row, of which all threads have the same
+            text = f"narrow<{kind}>({v.floats(value)[0]})" if whole else f"{parts[0]} != 0.f"
+            once = "if (live && k == 0 && S::thread() == 0)"
+            v.inner.append(f"{once} *({place} + {places[0]}) = {text};")
+            return
         dense = whole and places == list(range(self.V)) and self.V > 1
         if dense and self.layout.is_aligned(access):
             name = f"o{access.number}"

@@ -112,6 +112,7 @@ class _Planner:
         }
         self.kept = {n.name for n in self.stored}
         self.memory: frozenset[fx.Node] = frozenset()  # as of the last call of `_programs`
+        self.apart: set[fx.Node] = set()  # stored by programs without guests: see `_Group`
 
     def _stages(self) -> dict[fx.Node, int]:
         leaves = set(self.kinds.leaves)
@@ -124,12 +125,14 @@ class _Planner:
         while True:
             self._store_what_is_shared()
             try:
-                programs = self._programs()
+                programs = self._programs(is_good)
                 break
             except _Store as again:
                 if again.node in self.stored:
                     raise CannotIndex(f"{again.node.name}: {again.why}") from again
                 self.stored.add(again.node)
+            except _Apart as again:
+                self.apart |= again.guests
         stage = {n.name: self.stage[n] for n in self.stored}
         return self._ordered(merged(programs, stage, is_good))
 
@@ -198,8 +201,9 @@ class _Planner:
         computed = inlined & (self.kinds.computed | self.kinds.norms)
         return {n for n in computed if self._is_row(n)} or computed
 
-    def _groups(self) -> list[list[fx.Node]]:
-        """Stored nodes that are one program: of one stage and shape, and made of the same."""
+    def _groups(self) -> list[_Group]:
+        """Stored nodes that are one program: of one stage and shape, and made of the same. What is
+        one value a row, such as the statistics of a norm, goes with the elements of these rows."""
         groups: list[_Group] = []
         of: dict[fx.Node, _Group] = {}
         for n in self.graph.nodes:
@@ -207,12 +211,12 @@ class _Planner:
                 continue
             sources = self._sources(n)
             inlined, direct = self._inlined(n) | sources, sources & self.stored
-            large = {m for m in inlined if prod(shape_of_any(m)) * SMALL >= prod(shape_of(n))}
+            shape = self._of_rows(n) or shape_of(n)
+            large = {m for m in inlined if prod(shape_of_any(m)) * SMALL >= prod(shape)}
             # query, key and value are parts of one product: one launch, and tables are read once
             large |= {i for s in sources for i in s.all_input_nodes if i.target is LINEARS}
             for group in groups:
-                first = group.nodes[0]
-                if self.stage[first] != self.stage[n] or shape_of(first) != shape_of(n):
+                if self.stage[group.nodes[0]] != self.stage[n] or group.shape != shape:
                     continue
                 if not (large & group.made_of or direct & set(group.nodes)):
                     continue
@@ -223,17 +227,85 @@ class _Planner:
                 group.made_of |= large
                 break
             else:
-                group = _Group([n], large)
+                group = _Group([n], large, shape)
                 groups.append(group)
             of[n] = group
             group.after += [of[d] for d in direct if of[d] is not group]
-        return [group.nodes for group in groups]
+        self._delay(groups)
+        for group in groups:
+            if all(map(self._of_rows, group.nodes)):  # nothing is stored along the rows
+                group.shape = shape_of(group.nodes[0])
+            group.guests |= {n for n in group.nodes if shape_of(n) != group.shape}
+        return groups
 
-    def _programs(self) -> list[Program]:
+    def _delay(self, groups: list[_Group]) -> None:
+        """Move what only results of the graph are made of, by ops of PyTorch's, to a later program
+        that reads the same: an activation that is computed again for the gradient of a weight to
+        the program that computes the activation's own gradient."""
+        for early in list(groups):
+            if not all(map(self._may_wait, early.nodes)):
+                continue
+            sources = set().union(*map(self._sources, early.nodes))
+            size = prod(early.shape)
+            large = {s for s in sources if prod(shape_of_any(s)) * SMALL >= size}
+            for late in groups:
+                if late.shape != early.shape or late is early:
+                    continue
+                if self.stage[late.nodes[0]] <= self.stage[early.nodes[0]]:
+                    continue
+                if large <= set().union(*map(self._sources, late.nodes)):
+                    late.nodes += early.nodes
+                    late.guests.update(early.nodes)
+                    late.made_of |= early.made_of
+                    late.after += early.after
+                    groups.remove(early)
+                    break
+
+    def _may_wait(self, node: fx.Node) -> bool:
+        """Whether nothing that the graph computes is made of what PyTorch's ops make of a node."""
+        readers = self._readers(node)
+        return node not in self.apart and all(
+            r in self.kinds.leaves and {n.op for n in self._readers(r)} == {"output"}
+            for r in readers
+        )
+
+    def _readers(self, node: fx.Node) -> set[fx.Node]:
+        """What reads a node, or a view of it."""
+        found: set[fx.Node] = set()
+        for user in node.users:
+            found |= self._readers(user) if user in self.kinds.views else {user}
+        return found
+
+    def _of_rows(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The shape of the rows of which a node has one value each, or None."""
+        shape = shape_of(node)
+        if node in self.apart or shape[-1:] != (1,):
+            return None
+        found = {
+            shape_of(i)
+            for n in self._inlined(node)
+            if packet(n) in REDUCTIONS
+            for i in n.all_input_nodes
+        }
+        if len(found) != 1:
+            return None
+        (rows,) = found
+        return rows if rows[:-1] == shape[:-1] and rows[-1] >= SMALL else None
+
+    def _programs(self, is_good: Callable[[Program], bool]) -> list[Program]:
         self.memory = frozenset(n for n in self.graph.nodes if self._in_memory(n))
-        return [p for group in self._groups() for p in self._built(group)]
+        made: list[Program] = []
+        for group in self._groups():
+            try:
+                built = self._built(group)
+            except _Store as no:
+                raise _Apart(group.guests) if group.guests else no from None
+            if group.guests and not (len(built) == 1 and is_good(built[0])):
+                raise _Apart(group.guests)
+            made += built
+        return made
 
-    def _built(self, group: list[fx.Node]) -> list[Program]:
+    def _built(self, group: _Group) -> list[Program]:
         """The expressions of a group, in as many programs as its parts are made differently."""
         done: list[Program] = []
         boxes: list[_Box] = [_Box()]
@@ -246,16 +318,21 @@ class _Planner:
             except Cut as cut:
                 boxes += box.cut(cut)
             except CannotIndex as no:
-                raise _Store(self._to_store(group, no.node, str(no)), str(no)) from no
+                raise _Store(self._to_store(group.nodes, no.node, str(no)), str(no)) from no
             if box.changes > MAX_CHANGES:
-                raise _Store(self._to_store(group, None, "too many splits"), "too many splits")
+                why = "too many splits"
+                raise _Store(self._to_store(group.nodes, None, why), why)
         return done
 
-    def _program(self, group: list[fx.Node], box: _Box) -> Program:
-        shape, space = shape_of(group[0]), Space()
-        index = tuple(box.variable(space, f"d{i}", n) for i, n in enumerate(shape))
-        builder = Builder(space, self.memory.difference(group))
-        stores = tuple(self._store(builder, n, index) for n in group)
+    def _program(self, group: _Group, box: _Box) -> Program:
+        space = Space()
+        index = tuple(box.variable(space, f"d{i}", n) for i, n in enumerate(group.shape))
+        builder = Builder(space, self.memory.difference(group.nodes))
+        of_row = (*index[:-1], Affine())
+        stores = tuple(
+            self._store(builder, n, index if shape_of(n) == group.shape else of_row)
+            for n in group.nodes
+        )
         return Program(tuple(space.extents.items()), stores)
 
     def _to_store(self, group: list[fx.Node], failed: fx.Node | None, why: str) -> fx.Node:
@@ -314,11 +391,14 @@ class _Planner:
 
 @dataclass(eq=False)
 class _Group:
-    """Stored nodes of one program, what they are made of, and the programs that it needs first."""
+    """Stored nodes of one program, what they are made of, and the programs that it needs first.
+    `guests` are there to share what is loaded: they may have a program of their own."""
 
     nodes: list[fx.Node]
     made_of: set[fx.Node]
+    shape: tuple[int, ...]  # of what it stores, or of the rows that have one value each
     after: list[_Group] = field(default_factory=list)
+    guests: set[fx.Node] = field(default_factory=set)
 
     def waits_for(self, other: _Group) -> bool:
         pending, seen = [self], set()
@@ -338,6 +418,13 @@ class _Store(Exception):
 
     node: fx.Node
     why: str
+
+
+@dataclass
+class _Apart(Exception):
+    """These are no guests of another program."""
+
+    guests: set[fx.Node]
 
 
 @dataclass

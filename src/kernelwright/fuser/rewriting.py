@@ -19,6 +19,19 @@ from .views import PARTS, VIEWS, packet
 aten: Any = torch.ops.aten
 
 
+def drop_factors_of_one(graph: fx.Graph) -> None:
+    """Let what reads a tensor times one read the tensor, such as what an adapter whose scale is one
+    is given. A result stays a tensor of its own."""
+    for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        x, factor = node.args
+        if not isinstance(x, fx.Node) or type(factor) not in (int, float) or factor != 1:
+            continue
+        mine, made = x.meta["val"], node.meta["val"]
+        if (mine.dtype, mine.stride()) == (made.dtype, made.stride()):
+            node.replace_all_uses_with(x, delete_user_cb=lambda user: user.op != "output")
+    graph.eliminate_dead_code()
+
+
 def take_bias_out_of_convolutions(graph: fx.Graph) -> None:
     """Write the bias of a convolution as the addition that PyTorch makes after cuDNN's kernel: a
     program can then add it on its way."""

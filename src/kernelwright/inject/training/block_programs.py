@@ -21,6 +21,7 @@ from ...fuser.partition import Parted, part
 from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.recording import Path, Recording
+from ...fuser.rewriting import drop_factors_of_one
 from ...fuser.running import Executable
 from ...fuser.views import packet
 from ..reuse.program_sites import ProgramSites
@@ -95,6 +96,7 @@ class BlockPrograms:
         fell_back: Counter[tuple[str, str]],
     ) -> BlockPrograms:
         """Raises CannotIndex if the graph cannot be parted or planned."""
+        drop_factors_of_one(joint.graph)
         parted = part(joint)
         forward = Half(f"{kind}'s forward", parted.forward, device, fell_back)
         backward = Half(f"{kind}'s backward", parted.backward, device, fell_back)
