@@ -117,6 +117,26 @@ def test_packed_sequences_are_kept_apart_whatever_came_before(first, same_way):
     assert reasons == {OTHER_MASK: 1}
 
 
+@pytest.mark.parametrize(
+    ("given", "waits"),
+    [
+        ({}, False),
+        ({"position_ids": torch.arange(7)[None]}, True),
+        ({"attention_mask": torch.ones(2, 7, dtype=torch.long)}, True),
+    ],
+    ids=["nothing", "positions", "mask"],
+)
+def test_a_replay_waits_for_the_gpu_only_if_inputs_may_need_another_mask(given, waits):
+    """Positions that the model counts itself are the same at every replay."""
+    model = model_of("Llama")
+    with kw.injected(model, graphs=True) as report:
+        for inputs in prompts(4, **given):
+            run(model, inputs)
+        (known,) = report.graphs[0]._models.values()
+        (graph,) = known.graphs.values()
+        assert graph._decisions.depend_on_values == waits
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_made_behind_the_graph_and_need_no_copy(family):
     model = model_of(family, **FAMILIES[family])

@@ -104,10 +104,13 @@ def model_forward(
             captured = capturing() or reading()
             outermost = model_run.is_outermost(self) and not captured
             # fp8 weights are used even where other cached values are not
-            needed = model_run.checks_samples() or fusions.fp8_layers is not None
-            check = samples.check() if outermost and samples and needed else unchanged
+            fp8 = fusions.fp8_layers is not None
+            needed = outermost and samples and (fp8 or model_run.checks_samples())
+            check = samples.check() if needed else unchanged
             # wait before the forward if it must not run twice, or if there is no GPU to wait for
-            first = not model_run.active.on_gpu or model_run.active.run_once is not None
+            first = needed and (
+                not model_run.active.on_gpu or model_run.active.run_once is not None
+            )
             if first and not check():
                 samples.forget()
                 check = unchanged

@@ -139,6 +139,9 @@ class Captured:
         self.cache_memory.set_back(caches)
         prompt_graph.finish()
         decisions.collecting = False
+        if reads is None:
+            decisions.find_constant(lambda: forward(*args, **kwargs))
+            self.cache_memory.set_back(caches)
         if reads is not None:
             reads.collecting = False
             if not reads.kept:

@@ -41,21 +41,41 @@ class _ModelState:
 
 
 class _Run(threading.local):
-    """The model that is running in this thread."""
+    """The model that is running in this thread. Its state is looked at when somebody first asks: a
+    graph is replayed before, and the host compares while the GPU works."""
 
     token = 0  # identifies this forward; 0: none is running
     model: nn.Module | None = None
     on_gpu = False
-    serial = 0  # identifies the model's state; 0: modules check their own
-    run_once: str | None = None
-    modules: frozenset[int] = EMPTY  # ids of the modules that the state covers
-    adapted: frozenset[int] | set[int] = EMPTY  # ids of layers with an adapter around them
     switches: int | None = None  # the number of PyTorch's switches
     samples: TensorSamples | None = None  # of the tensors that cached values depend on
-    repeatable: dict[int, bool] | None = None
     at_end: list[Callable[[], None]] | None = None  # to be called when the forward has ended
+    # of its state, which has no value in the class: see `__getattr__`
+    serial: int  # identifies the state; 0: modules check their own
+    run_once: str | None
+    modules: frozenset[int]  # ids of the modules that the state covers
+    adapted: frozenset[int] | set[int]  # ids of layers with an adapter around them
+    repeatable: dict[int, bool] | None
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OF_NO_MODEL:
+            raise AttributeError(name)
+        if self.model is None:
+            return OF_NO_MODEL[name]
+        found = _state(self.model)
+        self.serial = found.serial if found.run_once is None else 0
+        self.run_once, self.modules = found.run_once, found.modules
+        self.adapted, self.repeatable = found.adapted, found.repeatable
+        return self.__dict__[name]
 
 
+OF_NO_MODEL: dict[str, Any] = {
+    "serial": 0,
+    "run_once": None,
+    "modules": EMPTY,
+    "adapted": EMPTY,
+    "repeatable": None,
+}
 active = _Run()
 _models: WeakKeyDictionary[nn.Module, list[_ModelState]] = WeakKeyDictionary()
 # states kept per model: users who toggle a setting come back to an earlier one
@@ -67,24 +87,22 @@ def begin(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: TensorSamples
 ) -> Iterator[None]:
     """Make `model`, called with these inputs, the active one."""
-    if active.serial and id(model) in active.modules:  # part of the model that is active
-        yield
+    if active.model is not None and active.serial and id(model) in active.modules:
+        yield  # part of the model that is active
         return
-    found = _state(model)
-    before = vars(active).copy()
+    names = vars(active)
+    before = names.copy()
+    names.clear()
     active.token, active.model = next(_numbers), model
-    active.run_once, active.modules = found.run_once, found.modules
-    active.adapted, active.samples = found.adapted, samples
-    active.repeatable, active.at_end = found.repeatable, []
-    active.serial = found.serial if found.run_once is None else 0
+    active.samples, active.at_end = samples, []
     kind = device_type(args, kwargs)
     active.switches, active.on_gpu = number_of(switches(kind)), kind == "cuda"
     at_end = active.at_end
     try:
         yield
     finally:
-        vars(active).clear()
-        vars(active).update(before)
+        names.clear()
+        names.update(before)
         for end in at_end:
             end()
 
