@@ -9,7 +9,7 @@ from result_files import TRAINING, invoked, training_row
 from torch import nn
 from typer.testing import CliRunner
 
-from kernelwright.bench import training
+from kernelwright.bench import training, training_setup
 from kernelwright.bench.training_setup import deterministic
 from kernelwright.cli import app
 from kernelwright.commands.report import compare, report
@@ -142,6 +142,15 @@ def test_training_with_deterministic_algorithms_leaves_the_switches_as_they_were
         assert torch.are_deterministic_algorithms_enabled()
         model(torch.ones(1, 4)).sum().backward()
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+@pytest.mark.parametrize("name", training_setup.ATTENTION)
+def test_the_order_of_attention_kernels_stays_pytorchs_own(name, monkeypatch):
+    """It finds one for the GPU at the first attention there: see `repeatable`."""
+    monkeypatch.delattr(torch._C, "_set_sdp_priority_order")
+    for chosen in (training_setup.repeatable(name), training_setup.attention(name)):
+        with chosen:
+            pass
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,14 @@ def attention(name: str) -> AbstractContextManager[Any]:
 def repeatable(name: str) -> AbstractContextManager[Any]:
     """Attention whose gradients repeat themselves: the backend of this name, or for "default" flash
     and, where it takes no mask, the steps of math. Masked, PyTorch would choose the efficient
-    kernel, whose gradients differ from run to run on a GPU, deterministic algorithms or not."""
+    kernel, whose gradients differ from run to run on a GPU, deterministic algorithms or not.
+
+    No order is set, in all of PyTorch's own flash comes before math: PyTorch finds its order for a
+    GPU at the first attention there, and a context that sets another before would leave the order
+    of older GPUs behind, without cuDNN first."""
     if name != "default":
         return attention(name)
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 
 
 @contextmanager
