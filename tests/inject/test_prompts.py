@@ -7,6 +7,7 @@ import torch
 from diffusers.models.embeddings import PixArtAlphaTextProjection
 from everything import share
 from torch import nn
+from torch.nn.utils import parametrize
 
 import kernelwright as kw
 from kernelwright import models
@@ -251,3 +252,28 @@ def test_what_blocks_share_is_let_go_after_a_forward_that_fails():
     with pytest.raises(ZeroDivisionError):
         fails()
     assert made[0]() is None
+
+
+class Counting(nn.Module):
+    """Counts how often a weight is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, weight):
+        self.count += 1
+        return 2 * weight
+
+
+def test_a_parametrized_weight_is_computed_as_often_as_without_injection():
+    model, inputs = built("pixart")
+    kw.inject(model)
+    with torch.no_grad():
+        model(**inputs)
+        layer, counting = model.transformer_blocks[1].attn2.to_v, Counting()
+        parametrize.register_parametrization(layer, "weight", counting)
+        counting.count = 0
+        for calls in (1, 2):
+            model(**inputs)
+            assert counting.count == calls

@@ -38,7 +38,10 @@ class PromptFusions(ProjectionFusions):
 
     def _is_norm(self, module: nn.Module) -> bool:
         known = self._norm_of_module.get(module)
-        return isinstance(known, Norm) or norm_kinds.key(module) in self.norms
+        if isinstance(known, Norm):
+            return True
+        # `key` reads a weight, which of a parametrized layer is computed every time
+        return norm_kinds.looks_like_norm(module) and norm_kinds.key(module) in self.norms
 
     def text_projections(self, text: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
         """layer(text) of each layer; under torch.compile one op, which caches them."""
