@@ -57,6 +57,19 @@ def with_statistics(x, gate):
     return total, r, (total * r).to(x.dtype)
 
 
+def sum_and_heads(rotated):
+    """What a layer and its adapter give is stored, and its heads are normalised and rotated: of
+    each pair or half both elements are sums."""
+
+    def run(x, y, cos, sin):
+        total = (x + y).bfloat16().to(x.dtype)
+        heads = total.unflatten(-1, (4, 64))
+        r = torch.rsqrt(heads.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return total, rotated((heads * r).to(x.dtype), cos[:, None], sin[:, None])
+
+    return run
+
+
 def gradients(g, x):
     return aten.silu_backward(g, x) - aten.gelu_backward(x, g, approximate="tanh")
 
@@ -93,6 +106,11 @@ CASES = {
     "rows": (modulated, drawn(2, 3, 1536), drawn(2, 1, 1536), drawn(2, 1, 1536, seed=1)),
     "statistics": (with_statistics, drawn(2, 3, 1536), drawn(2, 1, 1536)),
     "statistics of many rows": (with_statistics, drawn(5, 7, 128), drawn(5, 1, 128)),
+    "pairs of a sum": (
+        sum_and_heads(blocks.rotated_in_pairs),
+        *(drawn(2, 5, 256, seed=s) for s in (0, 1)),
+        *(t[:, :64] for t in TABLES),
+    ),
     "uneven": (lambda x, y: F.silu(x) * y - x, drawn(3, 7, 280), drawn(3, 1, 280)),
     "table": (lambda x: F.gelu(x * 3, approximate="tanh"), drawn(257, 8192)),
     "padding": (lambda x: F.pad(x * 2, (0, 2), value=0.3), drawn(3, 7, 2)),

@@ -191,6 +191,33 @@ def test_it_does_not_wait_where_that_would_have_no_kernel():
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("way", ["pairs", "halves"])
+def test_heads_of_a_sum_that_is_stored_are_one_program_with_it(way):
+    """The sum has a width where what reads it has heads, and takes the other element of a pair."""
+
+    def run(x, y, cos, sin):
+        total = x + y
+        heads = total.unflatten(-1, (4, 16))
+        if way == "halves":
+            return total, blocks.rotated_by_halves(heads, cos, sin)
+        return total, blocks.rotated_in_pairs(heads, cos[:, None], sin[:, None])
+
+    tables = (torch.randn(3, 16) for _ in range(2))
+    plan = check(Small(run), torch.randn(2, 3, 64), torch.randn(2, 3, 64), *tables)
+    (program,) = programs(plan)
+    assert len(program.loads) == 4
+
+
+def test_what_has_more_to_it_than_a_sum_is_not_computed_twice():
+    def run(x, y, z, cos, sin):
+        total = x + y * z
+        return total, blocks.rotated_in_pairs(total.unflatten(-1, (4, 16)), cos, sin)
+
+    tables = (torch.randn(3, 1, 16) for _ in range(2))
+    plan = check(Small(run), *(torch.randn(2, 3, 64) for _ in range(3)), *tables)
+    assert len(programs(plan)) == 2
+
+
 def test_a_value_of_two_stages_is_stored_once():
     class Residual(nn.Module):
         def __init__(self):

@@ -218,7 +218,7 @@ def moved(e: Any, places: Mapping[str, Affine]) -> Any:
     @cache
     def move(e: Any) -> Any:
         if isinstance(e, Load):
-            return replace(e, index=tuple(_moved(i, places) for i in e.index))
+            return replace(e, index=tuple(moved_index(i, places) for i in e.index))
         if isinstance(e, Step):
             return replace(e, args=tuple(move(a) if _is_expression(a) else a for a in e.args))
         if isinstance(e, Choice):
@@ -235,7 +235,7 @@ def moved(e: Any, places: Mapping[str, Affine]) -> Any:
     return move(e)
 
 
-def _moved(index: Affine, places: Mapping[str, Affine]) -> Affine:
+def moved_index(index: Affine, places: Mapping[str, Affine]) -> Affine:
     total = Affine(index.constant)
     for name, coefficient in index.terms:
         total = total + places.get(name, Affine(0, ((name, 1),))) * coefficient
