@@ -315,3 +315,19 @@ def test_adapters_that_scale_the_weight_itself():
 def test_a_part_that_is_skipped_keeps_its_block_as_it_is():
     report = check(model(), data(), calls=1, skip="Attention")
     assert not runs_as_programs(report)
+
+
+def test_an_input_of_inference_mode_is_left_to_eager():
+    """Autograd may not keep it, and eager does not need to: what reads it is frozen."""
+    eager, ours = twice(model())
+    for m in (eager, ours):
+        m.requires_grad_(False)
+        for block in m.blocks:
+            block.down.requires_grad_(True)
+    report = kw.inject(ours)
+    usual = {name: t.detach() for name, t in data().items()}
+    with torch.inference_mode():
+        made = {name: t.clone() for name, t in usual.items()}
+    for inputs in (usual, {**usual, "text": made["text"]}):
+        assert differing(gradients(ours, inputs), gradients(eager, inputs)) == []
+    assert any("made in inference mode" in line for line in report.gradients)

@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...backends.torch_internals import any_autocast, dispatch_modes, saves_through_hooks
+from ...backends.torch_internals import (
+    any_autocast,
+    dispatch_modes,
+    pytree,
+    saves_through_hooks,
+)
 from ...fuser.index import CannotIndex
 from ...fuser.joint_recording import Call, record_joint
 from ...fuser.module_twin import twin_of
@@ -174,6 +179,8 @@ class Training:
         why = why_not(module, ())
         if why is None and has_state(args, kwargs):
             why = "an input that it may write to"
+        if why is None and any(_is_inference(t) for t in pytree.tree_leaves((args, kwargs))):
+            why = "an input that was made in inference mode"  # autograd may not keep it
         if why is None and waits(module):
             why = "it waits for other processes"
         if why is not None:
@@ -243,12 +250,17 @@ class Training:
 
 
 def wanted_of(value: Any) -> Any:
-    """Of which of the tensors in some arguments a gradient is wanted."""
+    """Of which of the tensors in some arguments a gradient is wanted, and which autograd may not
+    keep."""
     if isinstance(value, Tensor):
-        return value.requires_grad
+        return "inference" if value.is_inference() else value.requires_grad
     if isinstance(value, (tuple, list)):
         return tuple(map(wanted_of, value))
     return tuple(map(wanted_of, value.values())) if isinstance(value, dict) else None
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()
 
 
 def _as_it_is(t: Tensor) -> Tensor:
