@@ -72,9 +72,9 @@ def repeatable(name: str) -> AbstractContextManager[Any]:
     and, where it takes no mask, the steps of math. Masked, PyTorch would choose the efficient
     kernel, whose gradients differ from run to run on a GPU, deterministic algorithms or not.
 
-    No order is set, in all of PyTorch's own flash comes before math: PyTorch finds its order for a
-    GPU at the first attention there, and a context that sets another before would leave the order
-    of older GPUs behind, without cuDNN first."""
+    The order of kernels is left alone: in each of PyTorch's own, flash comes before math. PyTorch
+    finds its order for a GPU at the first attention there. A context that sets one before then
+    leaves that of older GPUs behind, and what is timed later does not take cuDNN first."""
     if name != "default":
         return attention(name)
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])

@@ -14,8 +14,8 @@ from .index import Affine
 from .lowering import moved_index
 from .program import Program, Store
 
-# of so many loads, such as what a layer and its adapter give, a sum is computed twice where
-# another element of it is needed too
+# a program that makes a tensor of at most so many loads, such as the sum of what a layer and its
+# adapter give, may compute another element of it again
 COMPUTED_AGAIN = 2
 
 
