@@ -19,17 +19,16 @@ from torch import fx
 
 from .building import REDUCTIONS, Builder
 from .eight_bit_rows import with_eight_bit_rows
+from .grouping import SMALL, Group, Grouping, MadeOf
 from .index import Affine, CannotIndex, Cut, Space, Split
 from .layouts import in_rows
 from .merging import merged
 from .node_kinds import NodeKinds
 from .program import Program, Store
-from .recorded_ops import LINEARS, RMS_NORM
+from .recorded_ops import RMS_NORM
 from .recording import Recording
-from .views import aten, is_tensor, packet, shape_of
+from .views import aten, packet, shape_of
 
-# an operand with this many times fewer elements is computed again wherever it is used
-SMALL = 16
 # splits and cuts of variables before a program is given up
 MAX_CHANGES = 16
 
@@ -110,9 +109,10 @@ class _Planner:
             for i in n.all_input_nodes
             if self.kinds.base[i] in self.kinds.computed
         }
+        self.made_of = MadeOf(self.kinds, self.stored)
         self.kept = {n.name for n in self.stored}
         self.memory: frozenset[fx.Node] = frozenset()  # as of the last call of `_programs`
-        self.apart: set[fx.Node] = set()  # stored by programs without guests: see `_Group`
+        self.apart: set[fx.Node] = set()  # stored by programs without guests: see grouping.py
 
     def _stages(self) -> dict[fx.Node, int]:
         leaves = set(self.kinds.leaves)
@@ -143,7 +143,7 @@ class _Planner:
             for user in n.users:
                 if user in self.stored:
                     sinks[n].add(user)
-                elif not self._in_memory(user):
+                elif not self.made_of.in_memory(user):
                     sinks[n] |= sinks[user]
         return sinks
 
@@ -158,144 +158,26 @@ class _Planner:
             largest = max(prod(shape_of(s)) for s in sinks[n])
             if len(stages) < 2 or prod(shape_of(n)) * SMALL < largest:
                 continue
-            sources = self._sources(n)
+            sources = self.made_of.sources(n)
             several = sum(prod(shape_of(s)) * SMALL >= prod(shape_of(n)) for s in sources) > 1
-            if several or any(self._is_row(m) for m in self._inlined(n)):
+            if several or any(is_row(m) for m in self.made_of.inlined(n)):
                 self.stored.add(n)
                 sinks = self._sinks()
-
-    @staticmethod
-    def _is_row(node: fx.Node) -> bool:
-        norm = node.target is RMS_NORM or packet(node) is aten.native_layer_norm
-        return norm or packet(node) in REDUCTIONS
-
-    def _inlined(self, node: fx.Node) -> set[fx.Node]:
-        """The computed nodes that a node is made of, up to those in memory."""
-        found: set[fx.Node] = set()
-        pending = [node]
-        while pending:
-            n = pending.pop()
-            if n in found:
-                continue
-            found.add(n)
-            for i in n.all_input_nodes:
-                if not self._in_memory(i):
-                    pending.append(i)
-        return found
-
-    def _in_memory(self, node: fx.Node) -> bool:
-        if node in self.kinds.views or node in self.kinds.norms:
-            return False
-        return node not in self.kinds.computed or node in self.stored
-
-    def _sources(self, node: fx.Node) -> set[fx.Node]:
-        """What is in memory of all that a node is made of."""
-        return {i for n in self._inlined(node) for i in n.all_input_nodes if self._in_memory(i)}
 
     def to_leave(self, program: Program) -> set[fx.Node]:
         """What stays PyTorch's of a program that has no kernel: its norms and sums, of which few
         orders are known, and everything if it has none."""
         targets = {s.target for s in program.stores}
         nodes = [n for n in self.graph.nodes if n.name in targets]
-        inlined: set[fx.Node] = set().union(*(self._inlined(n) for n in nodes))
+        inlined: set[fx.Node] = set().union(*(self.made_of.inlined(n) for n in nodes))
         computed = inlined & (self.kinds.computed | self.kinds.norms)
-        return {n for n in computed if self._is_row(n)} or computed
-
-    def _groups(self) -> list[_Group]:
-        """Stored nodes that are one program: of one stage and shape, and made of the same. What is
-        one value a row, such as the statistics of a norm, goes with the elements of these rows."""
-        groups: list[_Group] = []
-        of: dict[fx.Node, _Group] = {}
-        for n in self.graph.nodes:
-            if n not in self.stored:
-                continue
-            sources = self._sources(n)
-            inlined, direct = self._inlined(n) | sources, sources & self.stored
-            shape = self._of_rows(n) or shape_of(n)
-            large = {m for m in inlined if prod(shape_of_any(m)) * SMALL >= prod(shape)}
-            # query, key and value are parts of one product: one launch, and tables are read once
-            large |= {i for s in sources for i in s.all_input_nodes if i.target is LINEARS}
-            for group in groups:
-                if self.stage[group.nodes[0]] != self.stage[n] or group.shape != shape:
-                    continue
-                if not (large & group.made_of or direct & set(group.nodes)):
-                    continue
-                # what it is made of must not wait for this very program
-                if any(of[d].waits_for(group) for d in direct - set(group.nodes)):
-                    continue
-                group.nodes.append(n)
-                group.made_of |= large
-                break
-            else:
-                group = _Group([n], large, shape)
-                groups.append(group)
-            of[n] = group
-            group.after += [of[d] for d in direct if of[d] is not group]
-        self._delay(groups)
-        for group in groups:
-            if all(map(self._of_rows, group.nodes)):  # nothing is stored along the rows
-                group.shape = shape_of(group.nodes[0])
-            group.guests |= {n for n in group.nodes if shape_of(n) != group.shape}
-        return groups
-
-    def _delay(self, groups: list[_Group]) -> None:
-        """Move what only results of the graph are made of, by ops of PyTorch's, to a later program
-        that reads the same: an activation that is computed again for the gradient of a weight to
-        the program that computes the activation's own gradient."""
-        for early in list(groups):
-            if not all(map(self._may_wait, early.nodes)):
-                continue
-            sources = set().union(*map(self._sources, early.nodes))
-            size = prod(early.shape)
-            large = {s for s in sources if prod(shape_of_any(s)) * SMALL >= size}
-            for late in groups:
-                if late.shape != early.shape or late is early:
-                    continue
-                if self.stage[late.nodes[0]] <= self.stage[early.nodes[0]]:
-                    continue
-                if large <= set().union(*map(self._sources, late.nodes)):
-                    late.nodes += early.nodes
-                    late.guests.update(early.nodes)
-                    late.made_of |= early.made_of
-                    late.after += early.after
-                    groups.remove(early)
-                    break
-
-    def _may_wait(self, node: fx.Node) -> bool:
-        """Whether nothing that the graph computes is made of what PyTorch's ops make of a node."""
-        readers = self._readers(node)
-        return node not in self.apart and all(
-            r in self.kinds.leaves and {n.op for n in self._readers(r)} == {"output"}
-            for r in readers
-        )
-
-    def _readers(self, node: fx.Node) -> set[fx.Node]:
-        """What reads a node, or a view of it."""
-        found: set[fx.Node] = set()
-        for user in node.users:
-            found |= self._readers(user) if user in self.kinds.views else {user}
-        return found
-
-    def _of_rows(self, node: fx.Node) -> tuple[int, ...] | None:
-        """The shape of the rows of which a node has one value each, or None."""
-        shape = shape_of(node)
-        if node in self.apart or shape[-1:] != (1,):
-            return None
-        found = {
-            shape_of(i)
-            for n in self._inlined(node)
-            if packet(n) in REDUCTIONS
-            for i in n.all_input_nodes
-        }
-        if len(found) != 1:
-            return None
-        (rows,) = found
-        return rows if rows[:-1] == shape[:-1] and rows[-1] >= SMALL else None
+        return {n for n in computed if is_row(n)} or computed
 
     def _programs(self, is_good: Callable[[Program], bool]) -> list[Program]:
-        self.memory = frozenset(n for n in self.graph.nodes if self._in_memory(n))
+        self.memory = frozenset(n for n in self.graph.nodes if self.made_of.in_memory(n))
         made: list[Program] = []
-        for group in self._groups():
+        grouping = Grouping(self.graph, self.kinds, self.stage, self.made_of, self.apart)
+        for group in grouping.groups():
             try:
                 built = self._built(group)
             except _Store as no:
@@ -305,7 +187,7 @@ class _Planner:
             made += built
         return made
 
-    def _built(self, group: _Group) -> list[Program]:
+    def _built(self, group: Group) -> list[Program]:
         """The expressions of a group, in as many programs as its parts are made differently."""
         done: list[Program] = []
         boxes: list[_Box] = [_Box()]
@@ -324,7 +206,7 @@ class _Planner:
                 raise _Store(self._to_store(group.nodes, None, why), why)
         return done
 
-    def _program(self, group: _Group, box: _Box) -> Program:
+    def _program(self, group: Group, box: _Box) -> Program:
         space = Space()
         index = tuple(box.variable(space, f"d{i}", n) for i, n in enumerate(group.shape))
         builder = Builder(space, self.memory.difference(group.nodes))
@@ -341,7 +223,7 @@ class _Planner:
             base = self.kinds.base[failed]
             if base in self.kinds.computed and base not in self.stored:
                 return base
-        inlined = set().union(*map(self._inlined, group)) & self.kinds.computed - self.stored
+        inlined = set().union(*map(self.made_of.inlined, group)) & self.kinds.computed - self.stored
         if not inlined:
             raise _Leave(group, f"{group[0].target}: {why}")
         return max(inlined, key=list(self.graph.nodes).index)
@@ -389,27 +271,10 @@ class _Planner:
         return Plan(self.graph, self.constants, steps, ops, left)
 
 
-@dataclass(eq=False)
-class _Group:
-    """Stored nodes of one program, what they are made of, and the programs that it needs first.
-    `guests` are there to share what is loaded: they may have a program of their own."""
-
-    nodes: list[fx.Node]
-    made_of: set[fx.Node]
-    shape: tuple[int, ...]  # of what it stores, or of the rows that have one value each
-    after: list[_Group] = field(default_factory=list)
-    guests: set[fx.Node] = field(default_factory=set)
-
-    def waits_for(self, other: _Group) -> bool:
-        pending, seen = [self], set()
-        while pending:
-            group = pending.pop()
-            if group is other:
-                return True
-            if group not in seen:
-                seen.add(group)
-                pending += group.after
-        return False
+def is_row(node: fx.Node) -> bool:
+    """Whether a node is a norm or a sum along a row."""
+    norm = node.target is RMS_NORM or packet(node) is aten.native_layer_norm
+    return norm or packet(node) in REDUCTIONS
 
 
 @dataclass
@@ -472,7 +337,3 @@ class _Box:
             return Affine()
         space.extents[name] = extent
         return Affine(0, ((name, 1),))
-
-
-def shape_of_any(node: fx.Node) -> tuple[int, ...]:
-    return shape_of(node) if is_tensor(node) else ()
