@@ -18,7 +18,7 @@ from ..ops import ways
 from ..ops.case import Inputs
 from ..ops.op import Op, registry
 from ..ops.plan import Call
-from . import finder, functions, sums
+from . import finder, functions, gradients, sums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROBED = ("at::mean", "F.rms_norm")  # Welford's update of F.layer_norm has no tree of additions
@@ -59,6 +59,7 @@ def calibrate(device: str | None = None) -> list[Finding]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode():
         found = [_sum(subject, device) for subject in sums.SUMS]
+        found += [_gradient(subject, device) for subject in gradients.GRADIENTS]
         return [*found, *_functions(device)]
 
 
@@ -86,6 +87,23 @@ def _sum(subject: str, device: str) -> Finding:
     if device != "cuda" and subject not in PROBED:
         return Finding(subject, None, 0, 0)
     return _best(subject, pairs, orders)
+
+
+def _gradient(subject: str, device: str) -> Finding:
+    """Elsewhere than on a GPU programs run PyTorch's own gradients."""
+    if device != "cuda" or gradients.GRADIENTS[subject][1] is None:
+        return Finding(subject, None, 0, 0)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for rows, width, dtype in sums.sizes(device):
+            for given in gradients.operands(subject, rows, width, dtype, device):
+                try:
+                    got = gradients.computed(subject, given)
+                except Unsupported:
+                    continue
+                yield gradients.expected(subject, given), got
+
+    return _best(subject, pairs)
 
 
 def _error(subject: str, device: str) -> str | None:

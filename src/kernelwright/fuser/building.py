@@ -7,7 +7,7 @@ between its parts, an elementwise op a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from .expression import ROUNDED, Choice, Expression, Load, Row, Step, rounded
 from .index import Affine, CannotIndex, Cut, Space, Split
+from .norms import NORM_GRADIENTS, STATISTICS, Gradient
 from .recorded_ops import RMS_NORM
 from .views import PARTS, VIEWS, Index, packet, shape_of, start_of
 
@@ -94,9 +95,13 @@ class Builder:
         kind = packet(source)
         if kind in PARTS:
             return self.at(*PARTS[kind](node, source, number, index))
-        if kind is aten.native_layer_norm and number == 0:
-            x, shape, weight, bias, eps = source.args
-            return self._norm(source.target, x, (weight, bias), (eps,), index, len(shape))
+        if kind in STATISTICS:
+            x, shape, *scales, eps = source.args
+            if number:
+                return self._statistic(source, x, len(scales), eps, number, index)
+            return self._norm(source.target, x, scales, (eps,), index, len(shape))
+        if kind in NORM_GRADIENTS:
+            return self._norm_gradient(Gradient.of(source), index)
         raise CannotIndex(f"{source.target} has no element")
 
     def _step(self, node: fx.Node, index: Index) -> Expression:
@@ -135,7 +140,7 @@ class Builder:
         return Row(node.target, body, over, (), (), None, dtype)
 
     def _norm(
-        self, op: Any, x: fx.Node, scales: tuple[Any, ...], args: Any, index: Index, dims: int
+        self, op: Any, x: fx.Node, scales: Sequence[Any], args: Any, index: Index, dims: int
     ) -> Expression:
         if dims != 1:
             raise CannotIndex("a norm over several dimensions")
@@ -145,6 +150,23 @@ class Builder:
         body = self.at(x, (*index[:-1], along))
         parts = tuple(None if s is None else self.at(s, (along,)) for s in scales)
         return Row(op, body, over, args, parts, index[-1], x.meta["val"].dtype)
+
+    def _statistic(
+        self, norm: fx.Node, x: fx.Node, scales: int, eps: Any, number: int, index: Index
+    ) -> Expression:
+        """What a norm finds of a row, whatever its weights are."""
+        over = self._along(shape_of(x)[-1], index[:-1])
+        body = self.at(x, (*index[:-1], self._run(over)))
+        return Row(norm.target, body, over, (eps,), (None,) * scales, None, torch.float32, number)
+
+    def _norm_gradient(self, of: Gradient, index: Index) -> Expression:
+        over = self._along(of.shape[0], index[:-1])
+        along = self._run(over)
+        gradient, x = (self.at(n, (*index[:-1], along)) for n in (of.gradient, of.x))
+        statistics = [self.at(n, (*index[:-1], Affine())) for n in of.statistics]
+        weight = None if of.weight is None else self.at(of.weight, (along,))
+        dtype, others = of.x.meta["val"].dtype, (x, *statistics)
+        return Row(of.op, gradient, over, (), (weight,), index[-1], dtype, others=others)
 
     def _along(self, size: int, row: Index) -> tuple[str, ...]:
         """The variables along a row: the last ones that the row's own index does not have."""

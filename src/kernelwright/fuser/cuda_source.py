@@ -26,6 +26,7 @@ from .eight_bit_rows import EightBitRows, contiguous_strides
 from .expression import Load
 from .index import Affine
 from .lowering import Lowered, Statistics, inside, operands
+from .norms import NORM_GRADIENTS
 from .program import Program, Store
 from .row_orders import scratch_name
 from .row_sharing import RowSharing
@@ -201,6 +202,8 @@ class Emitter(RowSharing):
         for s in ready:
             if isinstance(s.x, Load) and s.x not in v.held:
                 v.floats(s.x)
+            if s.factor is not None:
+                v.floats(s.factor)  # named outside of the loop, for `_measured`
         for e in wanted:
             v.hold(e)
         for store, value in done:
@@ -220,7 +223,14 @@ class Emitter(RowSharing):
         order = self.orders[s]
         name = v.names.setdefault(s, f"sum{len(v.names)}")
         get = f"[&](int k, int i) {{ return {v.element(s.x)}; }}"
-        total = f"{order}::template of<S>({get}, {scratch_name(order)})"
+        scratch = scratch_name(order)
+        if s.op in NORM_GRADIENTS.values():
+            factor = "1.f" if s.factor is None else v.floats(s.factor)[0]
+            total = f"{order}::template of<S>({get}, {factor}, {scratch})"
+            if not self.exact:
+                total = f"{factor} * {order}::template of<S>({get}, {scratch})"
+            return [f"  const float {name} = {total};"]
+        total = f"{order}::template of<S>({get}, {scratch})"
         if s.op is aten.sum.dim_IntList:
             return [f"  const float {name} = {total};"]
         if s.op is aten.mean.dim:
@@ -229,7 +239,7 @@ class Emitter(RowSharing):
         eps = s.args[0]
         if eps is None:
             eps = torch.finfo(s.dtype).eps
-        given = f"{get}, {float_literal(eps)}, 0.f, {scratch_name(order)}"
+        given = f"{get}, {float_literal(eps)}, 0.f, {scratch}"
         return [f"  {order} {name};", f"  {name}.template measure<S>({given});"]
 
     def _stored(self, v: Values, store: Store, value: Lowered) -> None:

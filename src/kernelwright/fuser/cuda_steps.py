@@ -13,7 +13,7 @@ from ..backends.cuda import TYPES
 from ..ops import ways
 from .expression import Step
 from .expression import rounded as rounded_step
-from .lowering import PRODUCT, Lowered
+from .lowering import MULTIPLY_ADD, OF_A_NORM, PRODUCT, Lowered
 
 aten: Any = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -71,6 +71,10 @@ def _both(sign: str) -> Callable[..., str]:
     return lambda a, b: f"({a} != 0.f {sign} {b} != 0.f ? 1.f : 0.f)"
 
 
+def _member(name: str) -> Callable[..., str]:
+    return lambda a: f"{a}.{name}"
+
+
 def _power(a: str, exponent: Any) -> str:
     value = float(exponent.rstrip("f"))
     if value == 1:
@@ -117,6 +121,8 @@ STEPS: dict[Any, Callable[..., str]] = {
     # as nvcc contracts the products of c10::complex
     PRODUCT[0]: lambda a, b, c, d: f"__fmaf_rn({a}, {c}, -__fmul_rn({b}, {d}))",
     PRODUCT[1]: lambda a, b, c, d: f"__fmaf_rn({a}, {d}, __fmul_rn({b}, {c}))",
+    MULTIPLY_ADD: lambda a, b, c: f"__fmaf_rn({a}, {b}, {c})",
+    **{op: _member(name) for name, op in OF_A_NORM.items()},
     aten._to_copy: lambda a, **_: a,
     aten.clone: lambda a, **_: a,
     aten.addcmul: lambda a, b, c, **_: f"__fmaf_rn({b}, {c}, {a})",

@@ -67,7 +67,9 @@ class Row:
 
     `over` are the variables along the row, `x` its element there. A reduction (mean, sum) gives one
     value a row. A norm gives one for each element, with `scales` the elements of its weight and
-    bias; the one that is meant is that at position `at`.
+    bias; the one that is meant is that at position `at`. A norm's statistics are one value a row
+    again: its results of these numbers (`part`). `others` are what the gradient of a norm reads of
+    the row besides.
     """
 
     op: Any
@@ -77,6 +79,8 @@ class Row:
     scales: tuple[Expression | None, ...]
     at: Affine | None
     dtype: torch.dtype
+    part: int = 0
+    others: tuple[Expression, ...] = ()
 
     @property
     def reduces(self) -> bool:
@@ -94,6 +98,7 @@ def inside(e: Any) -> Iterator[Expression]:
         yield from e.pieces
     elif isinstance(e, Row):
         yield e.x
+        yield from e.others
         yield from (s for s in e.scales if s is not None)
 
 
@@ -110,7 +115,7 @@ def rewritten(change: Callable[[Load], Expression]) -> Callable[[Any], Any]:
         if isinstance(e, Choice):
             return replace(e, pieces=tuple(map(new, e.pieces)))
         scales = tuple(None if s is None else new(s) for s in e.scales)
-        return replace(e, x=new(e.x), scales=scales)
+        return replace(e, x=new(e.x), scales=scales, others=tuple(map(new, e.others)))
 
     return new
 

@@ -166,8 +166,8 @@ class Grouping:
         found = {
             shape_of(i)
             for n in self.made_of.inlined(node)
-            if packet(n) in REDUCTIONS
-            for i in n.all_input_nodes
+            if packet(n) in REDUCTIONS or n in self.kinds.norms
+            for i in n.all_input_nodes[:1]
         }
         if len(found) != 1:
             return None

@@ -62,6 +62,16 @@ def _in_order(stores: tuple[Store, ...]) -> tuple[Expression, ...]:
     return tuple(walk(*(s.value for s in stores)))
 
 
+def _variables(e: Expression) -> set[str]:
+    """The variables on which an expression depends."""
+    found: set[str] = set()
+    for i in walk(e):
+        found |= {i.name} if isinstance(i, Choice) else set()
+        if isinstance(i, Load):
+            found = found.union(*(part.names for part in i.index))
+    return found
+
+
 class _Run:
     def __init__(
         self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
@@ -111,21 +121,37 @@ class _Run:
         size = prod(self.extents[n] for n in e.over)
         rows = [n for n in self.names if n not in e.over]
         order = [self.names.index(n) for n in (*rows, *e.over)]
-        sizes = [self.extents[n] if n in e.over else x.shape[i] for i, n in enumerate(self.names)]
+        wide = {*self.names} if e.others else {*e.over}
+        sizes = [self.extents[n] if n in wide else x.shape[i] for i, n in enumerate(self.names)]
         whole = x.expand(sizes).permute(order)
         lead = whole.shape[: len(rows)]
         table = whole.reshape(*lead, size)
         if e.at is None:
-            result = e.op(table, [-1], True)
+            if e.part:
+                result = e.op(table, [size], *e.scales, *e.args)[e.part]
+            else:
+                result = e.op(table, [-1], True)
             back = [order.index(i) for i in range(len(order))]
             return result.reshape([*lead, *[1] * len(e.over)]).permute(back)
         scales = [None if s is None else self._along(s, e.over, size) for s in e.scales]
-        result = e.op(table, [size], *scales, *e.args)
+        others = [self._of_rows(o, e.over, rows, lead) for o in e.others]
+        result = e.op(table, *others, [size], *scales, *e.args)
         result = (result[0] if isinstance(result, tuple) else result).contiguous()
         index = [
             Affine(0, ((n, 1),)) if s > 1 else Affine() for n, s in zip(rows, lead, strict=True)
         ]
         return self.view(result, (*index, e.at))
+
+    def _of_rows(
+        self, e: Expression, over: tuple[str, ...], rows: list[str], lead: torch.Size
+    ) -> Tensor:
+        """Another operand, as a table of the same rows: whole ones, or one value each."""
+        whole = any(name in over for name in _variables(e))
+        sizes = dict(zip(rows, lead, strict=True))
+        sizes |= {n: self.extents[n] if whole else 1 for n in over}
+        order = [self.names.index(n) for n in (*rows, *over)]
+        value = self.values[e].expand([sizes[n] for n in self.names]).permute(order)
+        return value.reshape(*lead, -1)
 
     def _along(self, scale: Expression, over: tuple[str, ...], size: int) -> Tensor:
         """A weight of a norm as a row of its own."""

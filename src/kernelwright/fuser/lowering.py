@@ -7,9 +7,9 @@ it does to each element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from ..backends import Unsupported
 from .expression import Choice, Expression, Load, Row, Step
 from .index import Affine, Space
+from .norms import MEAN, SCALE, STATISTICS
 from .program import Program
 
 aten: Any = torch.ops.aten
@@ -27,13 +28,15 @@ SHORT = 32
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a row, in the order of summation of an ATen op: the state of a norm, or a sum."""
+    """Of a row, in the order of summation of an ATen op: the state of a norm, or a sum, of which
+    each term may have a factor that is the same in the whole row."""
 
     op: Any
     x: Any
     over: tuple[str, ...]
     args: tuple[Any, ...]
     dtype: torch.dtype
+    factor: Any = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ Lowered = Load | Step | Choice | Statistics | Normed
 
 def operands(e: Any) -> list[Any]:
     if isinstance(e, Statistics):
-        return [e.x]
+        return [e.x] if e.factor is None else [e.x, e.factor]
     if isinstance(e, Normed):
         return [e.of, e.x, *(s for s in e.scales if s is not None)]
     if isinstance(e, Step):
@@ -81,6 +84,10 @@ def statistics_of(values: Iterable[Lowered]) -> list[Statistics]:
 
 # the parts of a complex product, of the four parts of its factors
 PRODUCT = ("real part of a product", "imaginary part of a product")
+# of three factors, the first two multiplied and the third added, rounded once
+MULTIPLY_ADD = "multiply and add"
+# what a norm finds of a row
+OF_A_NORM = {MEAN: "mean of a norm", SCALE: "scale of a norm"}
 PARTS_OF_COMPLEX = {aten.real: 0, aten.imag: 1}
 
 
@@ -130,16 +137,53 @@ def lowered(e: Expression, space: Space) -> Lowered:
         if isinstance(e, Choice):
             return chosen_inside(e.name, tuple(map(low, e.pieces)))
         if isinstance(e, Row):
-            of = Statistics(e.op, low(e.x), e.over, e.args, e.dtype)
+            if e.at is None and not e.part:
+                return Statistics(e.op, low(e.x), e.over, e.args, e.dtype)
+            of = Statistics(e.op, low(e.x), e.over, e.args, e.x.dtype)
             if e.at is None:
-                return of
+                name = STATISTICS[e.op.overloadpacket][e.part - 1]
+                return Step(OF_A_NORM[name], (of,), (), e.dtype)
             sizes = [space.extents[n] for n in e.over]
             places = dict(zip(e.over, space.unravelled(e.at, sizes), strict=True))
+            if e.others:
+                return norm_gradient(e, prod(sizes), low, lambda x: low(moved(x, places)))
             scales = tuple(None if s is None else low(moved(s, places)) for s in e.scales)
             return Normed(of, low(moved(e.x, places)), scales, e.dtype)
         return e
 
     return low(e)
+
+
+def norm_gradient(
+    e: Row, width: int, along: Callable[[Any], Any], here: Callable[[Any], Any]
+) -> Any:
+    """The gradient of a norm's input in the arithmetic of ATen's kernel, as nvcc contracts it:
+    `along` is an operand anywhere along the row, `here` at the element that is meant."""
+    x, *mean, scale = e.others
+    wide = partial(Step, kwargs=(), dtype=torch.float32)
+
+    def terms(at: Callable[[Any], Any]) -> tuple[Any, Any]:
+        centred = wide(aten.sub.Tensor, (at(x), at(mean[0]))) if mean else at(x)
+        (weight,) = e.scales
+        if weight is None:
+            return _as(at(e.x), torch.float32), centred
+        return wide(aten.mul.Tensor, (at(e.x), at(weight))), centred
+
+    def total(term: Any, factor: Any = None) -> Statistics:
+        return Statistics(e.op, term, e.over, (), torch.float32, factor)
+
+    weighted, centred = terms(along)
+    products = total(wide(aten.mul.Tensor, (weighted, centred)), along(scale))
+    _, centred = terms(here)
+    of_mean = wide(aten.mul.Tensor, (wide(aten.mul.Tensor, (centred, here(scale))), products))
+    times: Any = float(width)
+    if e.scales[0] is not None:
+        times = wide(aten.mul.Tensor, (here(e.scales[0]), times))
+    found = wide(MULTIPLY_ADD, (here(e.x), times, wide(aten.neg.default, (of_mean,))))
+    if mean:
+        found = wide(aten.sub.Tensor, (found, total(weighted)))
+    each = wide(aten.mul.Tensor, (here(scale), 1 / width))
+    return _as(wide(aten.mul.Tensor, (found, each)), e.dtype)
 
 
 def chosen_inside(name: str, pieces: tuple[Any, ...]) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from .building import IN_PLACE, MOVES, REDUCTIONS, STEPS, is_known_padding
+from .norms import can_be_computed, is_getitem
 from .recorded_ops import RMS_NORM
 from .views import PARTS, VIEWS, aten, is_tensor, packet, shape_of
 
@@ -41,30 +42,22 @@ class NodeKinds:
             return _along_last(node)
         if kind is aten.constant_pad_nd:
             return is_known_padding(node)
-        if _is_getitem(node):
+        if is_getitem(node):
             return node.args[0] in self.norms
         return (kind in STEPS or kind in MOVES) and is_tensor(node)
 
     def _is_norm(self, node: fx.Node) -> bool:
-        """A layer norm over the last dimension whose statistics nobody reads."""
-        if node in self.left or len(_devices(node)) > 1:
-            return False
-        if packet(node) is not aten.native_layer_norm or len(node.args[1]) != 1:
-            return False
-        return all(_is_getitem(user) and user.args[1] == 0 for user in node.users)
+        """A norm with several results, or a gradient of one."""
+        return node not in self.left and len(_devices(node)) == 1 and can_be_computed(node)
 
     def _is_view(self, node: fx.Node) -> bool:
-        if _is_getitem(node):
+        if is_getitem(node):
             return packet(node.args[0]) in PARTS
         return packet(node) in VIEWS or packet(node) in PARTS
 
 
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
 def _is_fresh(node: fx.Node) -> bool:
-    return node.op == "call_function" and packet(node) not in VIEWS and not _is_getitem(node)
+    return node.op == "call_function" and packet(node) not in VIEWS and not is_getitem(node)
 
 
 def _along_last(node: fx.Node) -> bool:

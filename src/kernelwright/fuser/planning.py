@@ -24,10 +24,10 @@ from .index import Affine, CannotIndex, Cut, Space, Split
 from .layouts import in_rows
 from .merging import merged
 from .node_kinds import NodeKinds
+from .norms import is_norm
 from .program import Program, Store
-from .recorded_ops import RMS_NORM
 from .recording import Recording
-from .views import aten, packet, shape_of
+from .views import packet, shape_of
 
 # splits and cuts of variables before a program is given up
 MAX_CHANGES = 16
@@ -273,8 +273,7 @@ class _Planner:
 
 def is_row(node: fx.Node) -> bool:
     """Whether a node is a norm or a sum along a row."""
-    norm = node.target is RMS_NORM or packet(node) is aten.native_layer_norm
-    return norm or packet(node) in REDUCTIONS
+    return is_norm(node) or packet(node) in REDUCTIONS
 
 
 @dataclass

@@ -14,9 +14,9 @@ from torch import fx
 
 from .expression import Choice, Expression, Load, Row, Step, walk
 from .index import Affine
+from .norms import RMS_NORMS, layer_norm_gradient, rms_norm_gradient
 from .planning import Plan
 from .program import Program
-from .recorded_ops import RMS_NORM
 from .recording import Recording
 
 aten: Any = torch.ops.aten
@@ -26,7 +26,9 @@ ORDERS = {
     aten.mean.dim: "at::mean's order",
     aten.sum.dim_IntList: "at::sum's order",
     aten.native_layer_norm.default: "F.layer_norm's order",
-    RMS_NORM: "F.rms_norm's order",
+    **dict.fromkeys(RMS_NORMS, "F.rms_norm's order"),
+    layer_norm_gradient: "the order of F.layer_norm's gradient",
+    rms_norm_gradient: "the order of F.rms_norm's gradient",
 }
 
 
@@ -81,7 +83,7 @@ def _operands(e: Expression) -> list[Any]:
     if isinstance(e, Choice):
         return list(e.pieces)
     if isinstance(e, Row):
-        return [e.x, *(s for s in e.scales if s is not None)]
+        return [e.x, *e.others, *(s for s in e.scales if s is not None)]
     return []
 
 
@@ -92,10 +94,11 @@ def _written(e: Expression, names: Mapping[Expression, str], labels: Mapping[str
         parts = ", ".join(f"{i}: {names[p]}" for i, p in enumerate(e.pieces))
         return f"by {e.name} {{{parts}}}"
     if isinstance(e, Row):
-        given = [names[e.x], *(names[s] for s in e.scales if s is not None)]
+        given = [names[i] for i in _operands(e)]
         given += [repr(a) for a in e.args]
         here = "" if e.at is None or e.at == _run(e) else f" at {e.at}"
-        return f"{_name(e.op)}({', '.join(given)}){here}"
+        result = f", result {e.part}" if e.part else ""
+        return f"{_name(e.op)}({', '.join(given)}){result}{here}"
     args = [names[a] if isinstance(a, Expression) else str(a) for a in e.args]
     packet = getattr(e.op, "overloadpacket", e.op)
     if packet in SIGNS and len(args) == 2:

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 
 from ..backends import Unsupported
-from ..ops.row.order import Order, eager_mean_order, free_threads, layer_order, rms_order
+from ..ops.row.order import (
+    Order,
+    eager_mean_order,
+    free_threads,
+    gradient_order,
+    layer_order,
+    rms_order,
+)
 from .lowering import Statistics
-from .recorded_ops import RMS_NORM
+from .norms import NORM_GRADIENTS, RMS_NORMS, layer_norm_gradient, rms_norm_gradient
 
 aten: Any = torch.ops.aten
 SUMS = (aten.mean.dim, aten.sum.dim_IntList)  # which differ by a factor alone
@@ -39,8 +46,8 @@ class Orders:
 
     def _free(self, s: Statistics) -> Order:
         names = {
-            **dict.fromkeys(SUMS, "FreeSum"),
-            RMS_NORM: "FreeRms",
+            **dict.fromkeys((*SUMS, *NORM_GRADIENTS.values()), "FreeSum"),
+            **dict.fromkeys(RMS_NORMS, "FreeRms"),
             aten.native_layer_norm.default: "FreeLayer",
         }
         if s.op not in names or s.dtype == torch.float64:
@@ -53,10 +60,13 @@ class Orders:
             if s.dtype != torch.float32:
                 raise Unsupported(f"{s.op} of {s.dtype}")
             return eager_mean_order(self.width, self.rows, room)
-        if s.op is RMS_NORM:
+        if s.op in RMS_NORMS:
             return rms_order(self.width, s.dtype.itemsize, room)
         if s.op is aten.native_layer_norm.default:
             return layer_order(self.width, room)
+        if s.op is layer_norm_gradient or s.op is rms_norm_gradient:
+            norm = "F.layer_norm" if s.op is layer_norm_gradient else "F.rms_norm"
+            return gradient_order(norm, self.width, room)
         raise Unsupported(f"{s.op} has no order of summation here")
 
     def factor(self) -> float:

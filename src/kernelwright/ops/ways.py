@@ -40,6 +40,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "at::mean": (ATEN,),
     "F.rms_norm": tuple(RMS_NORMS),
     "F.layer_norm": (ATEN,),
+    "the gradient of F.rms_norm": (ATEN,),
+    "the gradient of F.layer_norm": (ATEN,),
     "F.gelu": tuple(ERFS),
     "F.gelu tanh": (ATEN,),
     **dict.fromkeys(("silu", "sigmoid", "exp", "tanh", "sin", "cos", "rsqrt"), (ATEN,)),

@@ -226,26 +226,21 @@ template <class S> struct Played {
   static __device__ __forceinline__ int state(int k) { return k % WARPS; }
 };
 
-// F.rms_norm: one accumulator by fma, shuffles, (w0 + w2) + (w1 + w3), divided by N
-struct TorchRms {
-  float scale;
-  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
-    float total;
+// The sum of a row in their order: each thread's vectors one after the other, shuffles,
+// (w0 + w2) + (w1 + w3). `add(k, i, sum)` is a sum with element i of vector k in it.
+struct TorchTree {
+  template <class S, class Add> static __device__ float of(Add add, float* shared) {
     if constexpr (Paired<S>::VALUE) {
       float part[2] = {0.f, 0.f};
 #pragma unroll
-      for (int i = 0; i < 8; i++) part[i / 4] = __fmaf_rn(x(0, i), x(0, i), part[i / 4]);
-      total = paired_sum<S>(part);
+      for (int i = 0; i < 8; i++) part[i / 4] = add(0, i, part[i / 4]);
+      return paired_sum<S>(part);
     } else {
-      total = sum<S>(x, shared);
+      return rows<S>(add, shared);
     }
-    // multiplying by the inverse of a power of two is exact, and ten times as fast as dividing
-    constexpr bool POWER_OF_TWO = (S::N & (S::N - 1)) == 0;
-    const float mean = POWER_OF_TWO ? __fmul_rn(total, 1.f / S::N) : __fdiv_rn(total, float(S::N));
-    scale = rsqrtf(__fadd_rn(mean, eps));
   }
 
-  template <class S, class Get> __device__ float sum(Get x, float* shared) {
+  template <class S, class Add> static __device__ float rows(Add add, float* shared) {
     constexpr int WARPS = Played<S>::WARPS;
     float part[WARPS] = {};
 #pragma unroll
@@ -253,8 +248,8 @@ struct TorchRms {
       if (S::inside(k))
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float v = x(k, i), &p = part[Played<S>::state(k)];
-          p = __fmaf_rn(v, v, p);
+          float& p = part[Played<S>::state(k)];
+          p = add(k, i, p);
         }
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
@@ -270,6 +265,27 @@ struct TorchRms {
       static_assert(S::THREADS <= 32);
       return (part[0] + part[2]) + (part[1] + part[3]);
     }
+  }
+};
+
+// the gradients of F.rms_norm and F.layer_norm: terms times a factor of the row, by fma
+struct TorchSum {
+  template <class S, class Term>
+  static __device__ float of(Term term, float factor, float* shared) {
+    return TorchTree::of<S>([&](int k, int i, float sum) { return __fmaf_rn(factor, term(k, i), sum); }, shared);
+  }
+};
+
+// F.rms_norm: squares by fma, divided by N
+struct TorchRms {
+  float scale;
+  template <class S, class Get> __device__ void measure(Get x, float eps, float, float* shared) {
+    auto square = [&](int k, int i, float sum) { const float v = x(k, i); return __fmaf_rn(v, v, sum); };
+    const float total = TorchTree::of<S>(square, shared);
+    // multiplying by the inverse of a power of two is exact, and ten times as fast as dividing
+    constexpr bool POWER_OF_TWO = (S::N & (S::N - 1)) == 0;
+    const float mean = POWER_OF_TWO ? __fmul_rn(total, 1.f / S::N) : __fdiv_rn(total, float(S::N));
+    scale = rsqrtf(__fadd_rn(mean, eps));
   }
 
   template <class R> __device__ float apply(float x, bool weighted, float w, bool, float) const {

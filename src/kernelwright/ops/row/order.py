@@ -90,6 +90,14 @@ def layer_order(width: int, room: int) -> Order:
     return aten_order(width, "TorchLayer", room)
 
 
+def gradient_order(norm: str, width: int, room: int) -> Order:
+    """The sums of the gradient of F.layer_norm or F.rms_norm."""
+    if ways.way(norm) != ways.ATEN:
+        raise Unsupported(f"the gradient of {norm} by {ways.way(norm)}")
+    ways.way(f"the gradient of {norm}")
+    return aten_order(width, "TorchSum", room)
+
+
 # (width up to, threads per row) of QuACK's kernel; wider rows are spread over several blocks
 QUACK_THREADS = ((64, 8), (128, 16), (3072, 32), (6144, 64), (16384, 128))
 
@@ -107,8 +115,9 @@ def quack_order(width: int, itemsize: int) -> Order:
 
 
 def aten_order(width: int, norm: str, room: int) -> Order:
-    """F.rms_norm ("TorchRms") and F.layer_norm ("TorchLayer"): ATen uses 128 threads and vectors
-    of four; where a row has fewer vectors, fewer threads give the same order."""
+    """F.rms_norm ("TorchRms"), F.layer_norm ("TorchLayer") and their gradients ("TorchSum"): ATen
+    uses 128 threads and vectors of four; where a row has fewer vectors, fewer threads give the same
+    order."""
     if width % 4:
         raise Unsupported(f"width {width} is no multiple of 4: PyTorch sums it in another order")
     vectors = width // 4
