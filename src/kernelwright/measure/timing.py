@@ -115,21 +115,54 @@ def wall_reading(timed: Timed) -> Callable[[], float]:
     return read
 
 
+class HostPace:
+    """How fast the host runs Python. A core of a shared machine may run at half its speed for
+    seconds at a time, and then what the host limits takes twice as long."""
+
+    ADDITIONS = 5000  # some 150 us
+    SLOW = 1.25  # times the shortest
+
+    def __init__(self) -> None:
+        self.shortest = float("inf")
+
+    def loop(self) -> float:
+        """Seconds of a loop of Python."""
+        begin, total = time.perf_counter(), 0
+        for i in range(self.ADDITIONS):
+            total += i
+        spent = time.perf_counter() - begin
+        self.shortest = min(self.shortest, spent)
+        return spent
+
+    def is_slow(self, loop: float) -> bool:
+        return loop > self.SLOW * self.shortest
+
+
+_pace = HostPace()
+
+
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:
-    """Median wall time of a call with the GPU's work done; five calls or more, for `seconds`. A
+    """Median wall time of a call with the GPU's work done; five calls or more, for `seconds`. Those
+    beside which the host ran slowly do not count, unless it does so for three times as long. A
     calibration in the background ends before."""
-    readings: list[float] = []
+    readings: list[tuple[float, float]] = []  # of a call, and of the loop beside it
     background.wait()
     wait()
     with turns.alone():
         end = time.perf_counter() + seconds
-        while len(readings) < 5 or time.perf_counter() < end:
+        last = end + 2 * seconds
+        while True:
             wait()
+            before = _pace.loop()
             begin = time.perf_counter()
             call()
             wait()
-            readings.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(readings)
+            spent = time.perf_counter() - begin
+            readings.append((spent * 1e3, max(before, _pace.loop())))
+            steady = [ms for ms, loop in readings if not _pace.is_slow(loop)]
+            now, enough = time.perf_counter(), len(steady) >= 5
+            if len(readings) >= 5 and now >= (end if enough else last):
+                return statistics.median(steady if enough else [ms for ms, _ in readings])
 
 
 def wait() -> None:
