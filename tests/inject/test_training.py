@@ -1,6 +1,8 @@
 """While gradients are recorded, an injected model has eager's loss and eager's gradients, bit for
 bit, and its blocks run as programs, with what is kept for the backward not above eager's."""
 
+from weakref import ref
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -8,6 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import kernelwright as kw
 from inject.trained import data, differing, drawn, gradients, model, preset, steps, twice, with_lora
 from kernelwright import models
+from kernelwright.inject.reuse.program_sites import ProgramSites
+from kernelwright.inject.training.block_programs import BlockPrograms
 from kernelwright.inject.training.blocks import Training
 
 PROGRAMS = "Block, while gradients are recorded: forward"
@@ -331,3 +335,29 @@ def test_an_input_of_inference_mode_is_left_to_eager():
     for inputs in (usual, {**usual, "text": made["text"]}):
         assert differing(gradients(ours, inputs), gradients(eager, inputs)) == []
     assert any("made in inference mode" in line for line in report.gradients)
+
+
+def test_a_backward_frees_what_was_kept_as_it_goes(monkeypatch):
+    """As autograd does: the whole of a block would be held beside its gradients otherwise."""
+    kept, alive = [], []
+    backward, program = BlockPrograms.run_backward, ProgramSites._kernel
+
+    def noted(self, inputs, values, *given, **how):
+        kept[:] = map(ref, values)
+        return backward(self, inputs, values, *given, **how)
+
+    def counted(*given):
+        alive.append(sum(t() is not None for t in kept))
+        return program(*given)
+
+    trained = model(layers=1)
+    kw.inject(trained)
+    gradients(trained, data())
+    monkeypatch.setattr(BlockPrograms, "run_backward", noted)
+    monkeypatch.setattr(ProgramSites, "_kernel", counted)
+    trained(**data()).square().mean().backward(retain_graph=True)
+    assert alive[-1] == len(kept)
+    alive.clear()
+    trained(**data()).square().mean().backward()
+    assert max(alive) == len(kept) > 3
+    assert alive[-1] <= 1

@@ -192,10 +192,15 @@ class Executable:
         inputs: Sequence[Tensor],
         early: Sequence[Any] | None = None,
         kept: Sequence[Sequence[Any]] | None = None,
+        once: bool = False,
     ) -> list[Any]:
         """The outputs of the graph for these inputs; `early` is what its early steps have made,
-        `kept` what those of each of its prompts have."""
+        `kept` what those of each of its prompts have. With `once` the list of inputs is emptied, so
+        that they are freed after their last use."""
         values = self._values(inputs)
+        if once:
+            assert isinstance(inputs, list) and not self.prompts
+            inputs.clear()
         if early is None:
             _run(self._early, values)
         else:

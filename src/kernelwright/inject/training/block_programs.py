@@ -140,11 +140,17 @@ class BlockPrograms:
         kept: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         run: Executable | None = None,
+        *,
+        once: bool = False,
     ) -> list[Tensor]:
-        """The contributions to the gradients of the inputs."""
-        held = [inputs[i] for i in self.parted.given]
-        given = [g for g in gradients if g is not None]
-        return (run or self.backward.run)([*held, *kept, *given])
+        """The contributions to the gradients of the inputs. With `once` the lists of inputs and of
+        what was kept are emptied, so that each tensor is freed after its last use."""
+        values = [inputs[i] for i in self.parted.given]
+        values += [*kept, *(g for g in gradients if g is not None)]
+        for emptied in (inputs, kept) if once else ():
+            assert isinstance(emptied, list)
+            emptied.clear()
+        return (run or self.backward.run)(values, once=once)
 
 
 @dataclass(eq=False)
@@ -203,10 +209,14 @@ class BoundBlock:
             return self.programs.run_forward(inputs)
 
     def run_backward(
-        self, inputs: Sequence[Tensor], kept: Sequence[Tensor], gradients: Sequence[Tensor | None]
+        self,
+        inputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        once: bool = False,
     ) -> list[Tensor]:
         with _mode_of(self):
-            return self.programs.run_backward(inputs, kept, gradients)
+            return self.programs.run_backward(inputs, kept, gradients, once=once)
 
     def by_autograd(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -268,8 +278,11 @@ class _Node(torch.autograd.Function):
         for i, gradient in zip(bound.programs.parted.results, gradients, strict=True):
             whole[i] = gradient
         if ctx.use is None:
-            inputs, kept = [*weights, *saved[: ctx.given]], saved[ctx.given :]
-            return (None, None, *_contributions(bound, inputs, kept, whole))
+            inputs, kept = [*weights, *saved[: ctx.given]], list(saved[ctx.given :])
+            del saved
+            if once := not keeps_graph():
+                ctx.maybe_clear_saved_tensors()
+            return (None, None, *_contributions(bound, inputs, kept, whole, once))
         found = _from_graph(bound, ctx.use, weights, whole)
         if not keeps_graph():
             ctx.use.done = True
@@ -302,6 +315,7 @@ def _contributions(
     inputs: Sequence[Tensor],
     kept: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
+    once: bool = False,
 ) -> Sequence[Tensor | None]:
     layouts = layouts_of(gradients)
     if layouts != bound.programs.layouts:
@@ -310,7 +324,7 @@ def _contributions(
     bound.graphed.backward_ran = True
     graph = bound.on_loan.graph
     if graph is None or not graph.lent(kept):
-        return bound.run_backward(inputs, kept, gradients)
+        return bound.run_backward(inputs, kept, gradients, once)
     # no other forward has run in its memory as long as these tensors are alive
     assert bound.graphs is not None
     found = bound.graphs.backward(graph, inputs[: bound.weights], gradients)
