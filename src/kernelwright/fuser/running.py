@@ -205,7 +205,8 @@ class Executable:
         that they are freed after their last use."""
         values = self._values(inputs)
         if once:
-            assert isinstance(inputs, list) and not self.prompts
+            assert isinstance(inputs, list)
+            assert not self.prompts
             inputs.clear()
         if early is None:
             _run(self._early, values)
