@@ -244,31 +244,3 @@ def test_torch_compile_sees_linear_itself():
     linear(x, weight, bias)
     compiled = torch.compile(linear, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x, weight, bias), F.linear(x, weight, bias))
-
-
-# of a gradient [rows, outputs] by a weight [outputs, width], and of it transposed by an activation
-BACKWARDS = {
-    "ltx last": (5376, 8192, 2048),
-    "flux": (4608, 3072, 12288),
-    "llama": (4096, 4096, 14336),
-}
-
-
-@pytest.mark.parametrize("name", BACKWARDS)
-@pytest.mark.parametrize("of_weight", [False, True])
-def test_new_data_has_the_bits_of_the_products_of_a_backward(name, of_weight):
-    rows, width, outputs = BACKWARDS[name]
-
-    def drawn(seed):
-        gradient = random(rows, outputs, seed=seed)
-        if of_weight:
-            return gradient.t(), random(rows, width, seed=seed + 1)
-        return gradient, random(outputs, width, seed=seed + 1)
-
-    algorithms.mm(*drawn(0))
-    chosen()
-    for seed in (10, 20):
-        given = drawn(seed)
-        got, expected = algorithms.mm(*given), torch.mm(*given)
-        assert torch.equal(got, expected)
-        assert got.stride() == expected.stride()

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from cublaslt_on_cpu import NOT_SUPPORTED, Known, decided, operands
 
-from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
+from kernelwright.ops.linear import algorithms, choosing, cublaslt
 from kernelwright.ops.linear.algorithms import linear
-from kernelwright.ops.linear.configurations import Configuration
 from kernelwright.ops.linear.plain import plain, plain_into
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -309,41 +308,3 @@ def test_torch_gives_the_same_in_memory_that_is_there(how):
     out = torch.empty_like(expected)
     plain_into(out, x, weight, bias, how == "gelu")
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("a_across", "b_across"), [(False, False), (True, False), (False, True)])
-def test_a_product_of_matrices_that_lie_across(pretend, a_across, b_across, dtype):
-    """Those of a backward: a gradient by a weight, and a transposed gradient by an activation."""
-    library = pretend(Known(100), Known(80))
-
-    def drawn(rows, columns, across):
-        return (
-            torch.randn(columns, rows, dtype=dtype).t()
-            if across
-            else torch.randn(rows, columns, dtype=dtype)
-        )
-
-    for _ in range(2):
-        a, b = drawn(24, 40, a_across), drawn(40, 16, b_across)
-        got, expected = algorithms.mm(a, b), torch.mm(a, b)
-        assert torch.equal(got, expected)
-        assert got.stride() == expected.stride()
-    assert library.launched[-1] == (1, None)
-
-
-def test_configurations_that_were_tried_on_rows_are_not_requested_across(pretend):
-    other = configurations.MORE[0]
-    library = pretend(Known(100, of=Configuration(1, 1, 1)), Known(10, of=other, named=False))
-    algorithms.mm(torch.randn(24, 40).bfloat16(), torch.randn(40, 16).bfloat16())
-    assert other not in library.checked
-    linear(*operands(bias=False))
-    assert other in library.checked
-
-
-def test_a_matrix_with_gaps_both_ways_is_left_to_pytorch(pretend):
-    pretend(Known(10))
-    b = torch.randn(80, 64).bfloat16()[::2, ::2]
-    a = torch.randn(24, 40).bfloat16()
-    assert torch.equal(algorithms.mm(a, b), torch.mm(a, b))
-    assert "gaps" in decided().why

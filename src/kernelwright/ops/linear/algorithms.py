@@ -98,15 +98,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = F
     return plain(x, weight, bias, gelu)
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor:
-    """torch.mm(a, b), bit for bit, as `linear` computes products with a transposed matrix.
-
-    >>> mm(torch.ones(1, 2), torch.tensor([[0.5], [0.25]]))
-    tensor([[0.7500]])
-    """
-    return linear(a, b.t())
-
-
 @contextmanager
 def use_algorithms(on: bool) -> Iterator[None]:
     """Whether `linear` may take another algorithm than PyTorch's inside the block."""

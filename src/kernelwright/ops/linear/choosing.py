@@ -179,36 +179,25 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected:
         raise Refused("its operands lie on several devices")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise Refused("its bias is spread over more than the rows")
-    if (bias is not None and bias.stride(0) != 1) or not expected.is_contiguous():
+    if any(t.stride(-1) != 1 for t in operands) or not expected.is_contiguous():
         raise Refused("its rows have gaps")
     try:
         rows = x.view(-1, x.shape[-1])
     except RuntimeError:
         raise Refused("its rows do not lie evenly apart") from None
-    (x_stride, x_across), (weight_stride, weight_across) = map(_lies, (rows, weight))
+    strides = rows.stride(0), weight.stride(0)
+    if any(s < x.shape[-1] or s * x.itemsize % ROW_BYTES for s in strides):
+        raise Refused(f"its rows do not begin at multiples of {ROW_BYTES} bytes")
     return Shape(
         rows=len(rows),
         outputs=len(weight),
         width=x.shape[-1],
-        x_stride=x_stride,
-        weight_stride=weight_stride,
+        x_stride=strides[0],
+        weight_stride=strides[1],
         dtype=x.dtype,
         biased=bias is not None,
         gelu=gelu,
-        x_across=x_across,
-        weight_across=weight_across,
     )
-
-
-def _lies(matrix: Tensor) -> tuple[int, bool]:
-    """How far apart the rows of a matrix begin; or its columns, if it lies across."""
-    across = matrix.stride(1) != 1
-    if across and matrix.stride(0) != 1:
-        raise Refused("its rows have gaps")
-    stride, length = matrix.stride(int(across)), matrix.shape[int(not across)]
-    if stride < length or stride * matrix.itemsize % ROW_BYTES:
-        raise Refused(f"its rows do not begin at multiples of {ROW_BYTES} bytes")
-    return stride, across
 
 
 def _tells(operand: Tensor) -> bool:

@@ -29,7 +29,7 @@ BIASES = 1024
 # numbers from cublasLt.h and library_types.h
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 FLOAT32, SUM_IN_FLOAT32 = 0, 68
-TRANSPOSE_FIRST, TRANSPOSE_SECOND, EPILOGUE, BIAS_ADDRESS = 3, 4, 7, 8
+TRANSPOSE_FIRST, EPILOGUE, BIAS_ADDRESS = 3, 7, 8
 TRANSPOSED, ADD_BIAS, ADD_BIAS_AND_GELU = 1, 4, 36
 MOST_WORKSPACE = 1
 
@@ -59,8 +59,7 @@ class Owned(c_void_p):
 @dataclass(frozen=True)
 class Shape:
     """x [rows, width] by weight [outputs, width], with their row strides in elements. `gelu`: its
-    tanh form after the bias. One that lies `across` is in memory as its transpose, and its stride
-    is that between columns."""
+    tanh form after the bias."""
 
     rows: int
     outputs: int
@@ -70,8 +69,6 @@ class Shape:
     dtype: torch.dtype
     biased: bool
     gelu: bool = False
-    x_across: bool = False
-    weight_across: bool = False
 
 
 def load() -> Any:
@@ -128,12 +125,8 @@ class Product:
             sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(apart)
             return library.make("MatrixLayout", kind, *sizes)
 
-        self.across = shape.weight_across, shape.x_across
-        weight, x = (shape.width, shape.outputs), (shape.width, shape.rows)
-        self.weight = layout(
-            *(weight[::-1] if shape.weight_across else weight), shape.weight_stride
-        )
-        self.x = layout(*(x[::-1] if shape.x_across else x), shape.x_stride)
+        self.weight = layout(shape.width, shape.outputs, shape.weight_stride)
+        self.x = layout(shape.width, shape.rows, shape.x_stride)
         self.out = layout(shape.outputs, shape.rows, shape.outputs)
         self._descriptions: dict[int, Owned] = {}
 
@@ -150,12 +143,7 @@ class Product:
 
     def _describe(self, bias: int) -> Owned:
         made = self.library.make("MatmulDesc", SUM_IN_FLOAT32, FLOAT32)
-        weight_across, x_across = self.across
-        attributes: dict[int, Any] = {}
-        if not weight_across:
-            attributes[TRANSPOSE_FIRST] = ctypes.c_int32(TRANSPOSED)
-        if x_across:
-            attributes[TRANSPOSE_SECOND] = ctypes.c_int32(TRANSPOSED)
+        attributes: dict[int, Any] = {TRANSPOSE_FIRST: ctypes.c_int32(TRANSPOSED)}
         if self.biased:
             epilogue = ctypes.c_int32(self.epilogue)
             attributes |= {EPILOGUE: epilogue, BIAS_ADDRESS: c_void_p(bias)}
@@ -168,7 +156,7 @@ class Product:
         faster."""
         named = self._named(bias)
         functions = self.library.functions
-        if not self.library.asks or any(self.across):  # others were tried on rows alone
+        if not self.library.asks:
             return [Algorithm(self, f) for f in named]
         known = [configurations.of(functions, f) for f in named]
         more: list[Algorithm] = []
