@@ -1,6 +1,7 @@
 """`kernelwright bench train`: times of a step, and which gradients and losses are eager's."""
 
 import json
+import os
 from contextlib import ExitStack
 
 import pytest
@@ -142,6 +143,21 @@ def test_training_with_deterministic_algorithms_leaves_the_switches_as_they_were
         assert torch.are_deterministic_algorithms_enabled()
         model(torch.ones(1, 4)).sum().backward()
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_pytorchs_workspace_variable_is_set_for_one_product_alone(monkeypatch):
+    """As long as it is set, PyTorch may parse it at every product."""
+    name, seen, gpu = training_setup.WORKSPACE, [], torch.device("cuda")
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *size, **how: how["device"])
+    monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a, os.environ.get(name))))
+    training_setup.promise_deterministic_products(torch.device("cpu"))
+    assert (seen, os.environ.get(name)) == ([], None)
+    training_setup.promise_deterministic_products(gpu)
+    assert (seen, os.environ.get(name)) == ([(gpu, ":4096:8")], None)
+    monkeypatch.setenv(name, ":16:8")  # the user's own stays: its workspace is smaller than usual
+    training_setup.promise_deterministic_products(gpu)
+    assert (len(seen), os.environ[name]) == (1, ":16:8")
 
 
 @pytest.mark.parametrize("name", training_setup.ATTENTION)

@@ -10,7 +10,6 @@ again. Then steps are timed with PyTorch's defaults.
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -39,6 +38,7 @@ from .training_setup import (
     attention,
     checkpoint,
     deterministic,
+    promise_deterministic_products,
     repeatable,
 )
 
@@ -327,9 +327,8 @@ def run(
         preset_named(preset).check(layers=layers, **sizes)
     if out is not None:
         results.check_writable(out)
-    # cuBLAS reads it once; PyTorch's deterministic algorithms ask for it. The size is the default
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     at = place.choose_device(device, tiny=tiny)
+    promise_deterministic_products(at)
     rows: list[dict[str, Any]] = []
     where = environment_of(at) if out is not None else {}
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -78,6 +79,23 @@ def repeatable(name: str) -> AbstractContextManager[Any]:
     if name != "default":
         return attention(name)
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def promise_deterministic_products(device: torch.device) -> None:
+    """Set what PyTorch's deterministic algorithms ask for where products run: it looks for this
+    variable at the first product of a process. As long as it is set, torch 2.11 parses it at every
+    product, which takes the host some 80 us, so it is removed again. That is safe for this value
+    alone: the workspace that a smaller one leaves behind is taken to be as large as the default."""
+    if device.type != "cuda" or WORKSPACE in os.environ:
+        return
+    os.environ[WORKSPACE] = ":4096:8"
+    try:
+        torch.mm(*(torch.zeros(16, 16, dtype=torch.bfloat16, device=device) for _ in range(2)))
+    finally:
+        del os.environ[WORKSPACE]
 
 
 @contextmanager
