@@ -2,7 +2,8 @@
 
 What the backward reads of the forward is either kept or computed again. GEMMs, attention and sums
 are never computed again; elementwise ops and views may be, since they give the same bits. The
-choice with the fewest bytes is a minimum cut. Keeping what autograd keeps is one of the choices, so
+choice with the fewest bytes is a minimum cut. Inputs count as nothing: whoever runs the backward
+holds them in any case. Keeping what autograd keeps is one of the choices, so beside the inputs
 never more is kept than that.
 """
 
@@ -56,7 +57,7 @@ def part(joint: Joint) -> Parted:
     contributions = outputs[joint.results :]
     needed = {i for n in late for i in n.all_input_nodes if i not in late}
     needed |= {n for n in contributions if n not in late}
-    kept = _cut(graph, kinds, late, needed, given[: len(joint.weights)])
+    kept = _cut(graph, kinds, late, needed, given)
     places = {n: i for i, n in enumerate(given)}
     held = [n for n in kept if n in places]
     made = [n for n in kept if n not in places]
@@ -85,13 +86,13 @@ def _cut(
     kinds: NodeKinds,
     late: set[fx.Node],
     needed: set[fx.Node],
-    weights: Collection[fx.Node],
+    given: Collection[fx.Node],
 ) -> list[fx.Node]:
     """The nodes to keep, in the order of the graph."""
     early = [n for n in graph.nodes if n not in late and n.op not in ("output", "get_attr")]
     flow = _Flow()
     for n in early:
-        flow.edge((n, 0), (n, 1), 0 if n in weights else _cost(n, kinds))
+        flow.edge((n, 0), (n, 1), 0 if n in given else _cost(n, kinds))
         if not _cheap(n, kinds):
             flow.edge("source", (n, 0), None)
         if n in needed:
