@@ -1,6 +1,7 @@
 """Norms in programs, with the statistics that their gradients read, and these gradients."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import kernelwright as kw
 from fuser import cuda_on_cpu
 from kernelwright.backends import Unsupported
 from kernelwright.calibration import gradients
-from kernelwright.fuser import launching
+from kernelwright.fuser import interpreter, launching
+from kernelwright.fuser.index import Affine
 from kernelwright.inject.training import blocks
 from kernelwright.inject.training.block_programs import BlockPrograms
 from kernelwright.ops import ways
@@ -108,3 +110,32 @@ def test_norms_and_their_gradients_are_in_programs(trained, dtype, monkeypatch):
     left = {op for p in made for half in (p.forward, p.backward) for op in half.plan.left}
     norms = {op for op in left if "norm" in op}
     assert norms == ({"aten.native_layer_norm_backward.default"} if trained == "all" else set())
+
+
+def of_a_number(subject, given):
+    """The program of a gradient whose rows of x are one number each, repeated; and its operands."""
+    (store,) = (program := gradients.program_of(subject, given)).stores
+    others = tuple(replace(e, index=(e.index[0], Affine())) for e in store.value.others)
+    stores = (replace(store, value=replace(store.value, others=others)),)
+    return replace(program, stores=stores), {**given, "x": given["x"][:, :1].clone()}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize("subject", gradients.GRADIENTS)
+def test_a_kernel_repeats_a_row_of_one_number(subject, tmp_path):
+    given = operands(subject, 128, torch.bfloat16, weighted=True)
+    program, given = of_a_number(subject, given)
+    kernel = launching.kernel_of(program, launching.layout_of([program], given))
+    result = torch.zeros_like(given["gradient"])
+    cuda_on_cpu.launched(kernel, {**given, "result": result}, tmp_path)
+    repeated = given["x"].expand(-1, 128).contiguous()
+    assert torch.equal(result, in_atens_arithmetic(**{**given, "x": repeated}))
+
+
+def test_the_interpreter_repeats_a_row_of_one_number():
+    given = operands(LAYER, 128, torch.float32, weighted=True)
+    program, given = of_a_number(LAYER, given)
+    result = torch.zeros_like(given["gradient"])
+    interpreter.run(program, given, {"result": result})
+    repeated = given["x"].expand(-1, 128).contiguous()
+    assert torch.equal(result, gradients.expected(LAYER, {**given, "x": repeated}))

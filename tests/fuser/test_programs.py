@@ -505,3 +505,13 @@ def test_a_plan_can_be_read():
         "program 1 [d0: 2 x d1: 8]; rows of 8 in F.layer_norm's order",
         "  add[d0, d1] = (native_layer_norm(input0[d0, d1], 1e-05) + 1)  bfloat16",
     ]
+
+
+def test_a_gradient_of_gelu_is_broadcast():
+    """PyTorch's op on a CPU takes operands of one shape in 16 bits."""
+
+    def forward(gradient, x):
+        return torch.ops.aten.gelu_backward(gradient, x.expand_as(gradient)) * 2
+
+    plan = check(Small(forward), drawn(2, 7, 64), drawn(2, 1, 64))
+    assert len(programs(plan)) == len(plan.steps) == 1

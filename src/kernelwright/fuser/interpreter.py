@@ -62,16 +62,6 @@ def _in_order(stores: tuple[Store, ...]) -> tuple[Expression, ...]:
     return tuple(walk(*(s.value for s in stores)))
 
 
-def _variables(e: Expression) -> set[str]:
-    """The variables on which an expression depends."""
-    found: set[str] = set()
-    for i in walk(e):
-        found |= {i.name} if isinstance(i, Choice) else set()
-        if isinstance(i, Load):
-            found = found.union(*(part.names for part in i.index))
-    return found
-
-
 class _Run:
     def __init__(
         self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
@@ -99,6 +89,8 @@ class _Run:
         if e.op is aten.full.default:
             value: Any = args[0]
             return torch.full([1] * len(self.shape), value, dtype=e.dtype, device=self.device)
+        if e.op is aten.gelu_backward.default:  # a CPU's in 16 bits does not broadcast
+            args = list(torch.broadcast_tensors(*args))
         result = e.op(*args, **dict(e.kwargs))
         return result if result.dtype == e.dtype else result.to(e.dtype)
 
@@ -121,8 +113,11 @@ class _Run:
         size = prod(self.extents[n] for n in e.over)
         rows = [n for n in self.names if n not in e.over]
         order = [self.names.index(n) for n in (*rows, *e.over)]
-        wide = {*self.names} if e.others else {*e.over}
-        sizes = [self.extents[n] if n in wide else x.shape[i] for i, n in enumerate(self.names)]
+        operands = [self.values[o].shape for o in (e.x, *e.others)]
+        sizes = [
+            self.extents[n] if n in e.over else max(shape[i] for shape in operands)
+            for i, n in enumerate(self.names)
+        ]
         whole = x.expand(sizes).permute(order)
         lead = whole.shape[: len(rows)]
         table = whole.reshape(*lead, size)
@@ -134,7 +129,7 @@ class _Run:
             back = [order.index(i) for i in range(len(order))]
             return result.reshape([*lead, *[1] * len(e.over)]).permute(back)
         scales = [None if s is None else self._along(s, e.over, size) for s in e.scales]
-        others = [self._of_rows(o, e.over, rows, lead) for o in e.others]
+        others = [self._of_rows(o, e.over, rows, lead, i == 0) for i, o in enumerate(e.others)]
         result = e.op(table, *others, [size], *scales, *e.args)
         result = (result[0] if isinstance(result, tuple) else result).contiguous()
         index = [
@@ -143,10 +138,9 @@ class _Run:
         return self.view(result, (*index, e.at))
 
     def _of_rows(
-        self, e: Expression, over: tuple[str, ...], rows: list[str], lead: torch.Size
+        self, e: Expression, over: tuple[str, ...], rows: list[str], lead: torch.Size, whole: bool
     ) -> Tensor:
         """Another operand, as a table of the same rows: whole ones, or one value each."""
-        whole = any(name in over for name in _variables(e))
         sizes = dict(zip(rows, lead, strict=True))
         sizes |= {n: self.extents[n] if whole else 1 for n in over}
         order = [self.names.index(n) for n in (*rows, *over)]

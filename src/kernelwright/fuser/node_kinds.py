@@ -47,8 +47,11 @@ class NodeKinds:
         return (kind in STEPS or kind in MOVES) and is_tensor(node)
 
     def _is_norm(self, node: fx.Node) -> bool:
-        """A norm with several results, or a gradient of one."""
-        return node not in self.left and len(_devices(node)) == 1 and can_be_computed(node)
+        """A norm with several results, or a gradient of one. If one of its results stays PyTorch's,
+        all of them do."""
+        if node in self.left or any(user in self.left for user in node.users):
+            return False
+        return len(_devices(node)) == 1 and can_be_computed(node)
 
     def _is_view(self, node: fx.Node) -> bool:
         if is_getitem(node):
