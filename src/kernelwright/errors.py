@@ -1,4 +1,4 @@
-"""Errors that a command prints as one line."""
+"""Errors that a command prints as one line, and other errors in one line."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ class BadSetting(ValueError):
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
         self.option = option
+
+
+def in_one_line(error: Exception) -> str:
+    """The class of an error and the first line of its message."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -20,6 +20,7 @@ from kernelwright import models
 from kernelwright.fuser import interpreter
 from kernelwright.inject.fp8 import suitable_layers
 from kernelwright.inject.reuse.bound import Bound, Variant
+from kernelwright.inject.reuse.programs import Programs
 from kernelwright.inject.verify import accuracy
 
 LAYERS = 4
@@ -370,3 +371,22 @@ def test_fused_gives_the_bits_of_the_first_forward_with_fewer_programs(counted):
         result, later = counted(model, inputs)
         assert same(result, first)
     assert (programs, later) == (LAYERS * ALONE, ALL)
+
+
+def test_every_weight_of_a_program_across_blocks_has_its_module(monkeypatch):
+    """What is kept of a prompt belongs to one: it may be made with weights of the next block."""
+    noted, usual = [], Programs._prompts
+
+    def prompts(self, found, layers, owners):
+        noted.append((found.recording.weights, [owner() for owner in owners]))
+        return usual(self, found, layers, owners)
+
+    monkeypatch.setattr(Programs, "_prompts", prompts)
+    model = Model().eval()
+    settled(model, latents())
+    alone = len(list(model.blocks[0].parameters()))
+    assert max(len(names) for names, _ in noted) > alone
+    for names, owners in noted:
+        assert len(owners) == len(names)
+        own = {id(t) for owner in owners for t in owner.parameters(recurse=False)}
+        assert len(own) == len(names)

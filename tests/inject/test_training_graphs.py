@@ -28,6 +28,7 @@ from inject.training_graphs import (  # noqa: F401
 )
 from inject.training_scenarios import grads, loss_of, same, same_gradients
 from kernelwright import models
+from kernelwright.inject.training import block_programs
 from kernelwright.inject.training import graphs as training_graphs
 from kernelwright.inject.training.block_graph import OTHER_BITS
 
@@ -367,6 +368,7 @@ def test_attention_that_does_not_repeat_itself_is_captured_too(monkeypatch):
             return varying, result
 
     monkeypatch.setattr(UnkindGraphs, "recorder", Varying)
+    monkeypatch.setattr(block_programs, "ON_A_CPU", "none")
     before = torch.are_deterministic_algorithms_enabled()
     for deterministic in (True, False):
         torch.use_deterministic_algorithms(deterministic)

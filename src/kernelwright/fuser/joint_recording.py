@@ -21,6 +21,7 @@ from ..backends.torch_internals import functional, light_recording, pytree
 from ..ops import library
 from .recording import COLLECTIVES, CannotRecord, one_at_a_time, weights_of
 from .views import aten, packet
+from .watched_forward import WatchedForward
 
 # attention draws random numbers for dropout, of which there is none where its probability is zero
 ATTENTIONS = frozenset(
@@ -83,21 +84,9 @@ class Call:
         for place, tensor in zip(self.positions, tensors[count:], strict=True):
             given[place] = tensor
         a, k = pytree.tree_unflatten(given, self.structure)
-        result = torch.func.functional_call(_Forward(module), named, a, k)
+        result = torch.func.functional_call(WatchedForward(module), named, a, k)
         outputs, structure = pytree.tree_flatten(result)
         return [o for o in outputs if isinstance(o, Tensor)], Returned.of(outputs, structure)
-
-
-class _Forward(nn.Module):
-    """Calls the forward of a module rather than the module, whose class may call it otherwise:
-    transformers' layers do for checkpointing, which is around what is recorded."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.forward(*args, **kwargs)
 
 
 @dataclass

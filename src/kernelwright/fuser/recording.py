@@ -30,15 +30,13 @@ from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
 from .recorded_ops import ATTENTION, LAYER, LINEAR, RMS_NORM, opaque_layers, sdp_backends
+from .watched_forward import CannotRecord, WatchedForward
 
 # how to find a tensor among arguments: what to apply, one after the other
 Path = tuple[Callable[[Any], Any], ...]
 
 
-class CannotRecord(Exception):
-    """Why a forward cannot be written down."""
-
-
+WRITES_TO_BUFFERS = "it writes to its buffers"
 # ops that exchange tensors; "_c10d_functional" is another name of the second
 COLLECTIVES = ("c10d", "c10d_functional")
 
@@ -206,13 +204,14 @@ def record(
     results: list[Any] = []
 
     def run(*tensors: Tensor) -> Any:
-        named = dict(zip(weights, tensors[: len(weights)], strict=True))
+        names = [f"module.{name}" for name in weights]
+        named = dict(zip(names, tensors[: len(weights)], strict=True))
         given = list(leaves)
         for place, tensor in zip(positions, tensors[len(weights) :], strict=True):
             given[place] = tensor
         a, k = pytree.tree_unflatten(given, structure)
         with _Whole():
-            result = torch.func.functional_call(twin, named, a, k)
+            result = torch.func.functional_call(WatchedForward(twin), named, a, k)
         outputs, spec = pytree.tree_flatten(result)
         returned[:] = [spec]
         return outputs
@@ -243,6 +242,8 @@ def record(
                 # and torch.utils.swap_tensors refuses tensors that have some
                 given = [t.detach() if id(t) in parameters else copied(t) for t in tensors]
                 made = make_fx(kept, tracing_mode=tracing_mode)(*given)
+                if module.training and not all(map(_is_unchanged, given, tensors)):
+                    raise CannotRecord(WRITES_TO_BUFFERS)
         except CannotRecord:
             raise
         except torch.OutOfMemoryError:
@@ -264,6 +265,13 @@ def record(
     graph.eliminate_dead_code()
     paths = paths_of((args, kwargs))
     return Recording(graph, tuple(weights), paths, returned[0], constants, results, parallel)
+
+
+def _is_unchanged(copy: Tensor, t: Tensor) -> bool:
+    """Whether a buffer was left as it was: in training mode batch norm writes to its own, and its
+    op does not say so."""
+    shared = copy.data_ptr() == t.data_ptr()
+    return shared or torch.equal(copy, t) or bool(((copy == t) | t.isnan()).all())
 
 
 def paths_of(tree: Any) -> tuple[Path, ...]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from ..backends.user_warnings import warn
+from ..errors import in_one_line
 from .reuse.programs import MAX_RECORDINGS, Programs, Recorded
 from .reuse.recordable import signature
-from .runtime.sites import equal
+from .runtime.sites import equal, lie_alike
 
 
 def kernelwright(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -47,16 +48,21 @@ class _Compiled:
 
     def _first(self, key: Any, inputs: Any) -> Any:
         expected = self._graph(*inputs)
-        found = self._programs.recorded(self._graph, inputs, {})
         if len(self._known) >= MAX_RECORDINGS:
             self._known.clear()
         self._known[key] = None
-        if isinstance(found, str):
+        try:
+            found = self._programs.recorded(self._graph, inputs, {})
+            if isinstance(found, str):
+                return expected
+            result = self._run(found, inputs)
+        except Exception as error:
+            warn(f"torch.compile: a graph stays eager: its programs failed ({in_one_line(error)})")
             return expected
-        if not equal(self._run(found, inputs), expected):
+        if equal(result, expected) and lie_alike(result, expected):
+            self._known[key] = found
+        else:
             warn("torch.compile: a graph differs from eager's; it stays eager")
-            return expected
-        self._known[key] = found
         return expected
 
     def _run(self, found: Recorded, inputs: Any) -> Any:

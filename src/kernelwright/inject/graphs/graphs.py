@@ -36,6 +36,7 @@ FAILURES_REMEMBERED = 64
 # where a forward differs from call to call: how often it is called to see by how much, how much it
 # may be, and how many times as far a replay may be from it
 REPEATS, ROUNDING, AS_NEAR = 3, 2**-5, 4.0
+WRITES = "it writes to its buffers"
 WEIGHTS_CHANGED = "weights were written to"
 GRADIENTS = "gradients are recorded"
 
@@ -93,11 +94,14 @@ class Graphs:
         except Refusal as reason:
             self._count(str(reason))
         before, states = relocations(), generator_states(args, kwargs)
+        written = self._versions_of_buffers(model)
         result = forward(model, *args, **kwargs)
         if relocations() != before:
             self._renew_assumptions(model)
         if generator_states(args, kwargs) != states:
-            self._forget_warm_calls(model)
+            self._forget_warm_calls(model, DRAWS)
+        elif written != self._versions_of_buffers(model):
+            self._forget_warm_calls(model, WRITES)
         return result
 
     @property
@@ -241,12 +245,20 @@ class Graphs:
             if known is not None and not known.graphs:
                 known.assumptions = Assumptions(model)
 
-    def _forget_warm_calls(self, model: nn.Module) -> None:
-        """Do not capture the call that just ran: it, or another thread, drew random numbers."""
+    def _versions_of_buffers(self, model: nn.Module) -> list[int]:
+        """Of a model that may be captured at its next call."""
+        known = self._models.get(model)
+        if known is None or not known.warm:
+            return []
+        return [0 if t.is_inference() else t._version for t in model.buffers()]
+
+    def _forget_warm_calls(self, model: nn.Module, why: str) -> None:
+        """Do not capture the call that just ran: it, or another thread, has changed what a capture
+        would change once more."""
         with capture_lock:
             known = self._models.get(model)
             if known is not None and known.warm:
-                self._count(DRAWS)
+                self._count(why)
                 known.warm.clear()
 
     def _is_warm(self, known: _Model, call: Call) -> bool:

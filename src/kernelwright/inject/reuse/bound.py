@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import dispatch_modes, layout_check
+from ...errors import in_one_line
 from ...fuser.recorded_ops import opaque_layers
 from ...fuser.running import OtherShape
 from ..graphs.capture import capturing
@@ -31,6 +32,8 @@ from .kept_prompts import KeptPrompt
 from .program_products import running
 from .recorded import Border, Recorded
 
+# the module of each weight of a recording
+Owners = Sequence[ref[nn.Module]]
 # guesses about the next block that may fail: one, because it may have changed since it ran
 MAX_MISSES = 2
 
@@ -132,7 +135,8 @@ class Bound:
     same_layouts: Callable[..., bool]  # finds most that are the same, in less time
     opaque: tuple[nn.Module, ...]
     layers: dict[str, nn.Module]
-    prompts: Callable[[Recorded, Mapping[str, nn.Module]], list[KeptPrompt]]
+    owners: Owners
+    prompts: Callable[[Recorded, Mapping[str, nn.Module], Owners], list[KeptPrompt]]
     exact: bool
     next: Next | Literal["unknown", "none"] = "unknown"
     misses: int = 0
@@ -142,7 +146,7 @@ class Bound:
     )
 
     def __post_init__(self) -> None:
-        prompts = self.prompts(self.recorded, self.layers)
+        prompts = self.prompts(self.recorded, self.layers, self.owners)
         self.alone = Variant(self.recorded, self.layers, prompts, True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -302,7 +306,11 @@ class Bound:
         border = None if ahead is None else ahead.border
         key = rest, border
         if key not in self._variants:
-            self._variants[key] = self._made(rest, border, ahead)
+            self._variants[key] = None
+            try:
+                self._variants[key] = self._made(rest, border, ahead)
+            except Exception as error:
+                self.give_up(f"its programs failed ({in_one_line(error)})")
         return self._variants[key]
 
     def _made(
@@ -310,7 +318,7 @@ class Bound:
     ) -> Variant | None:
         if border is None or ahead is None:
             assert rest is not None
-            return Variant(rest, self.layers, self.prompts(rest, self.layers))
+            return Variant(rest, self.layers, self.prompts(rest, self.layers, self.owners))
         if capturing() or (made := border.joined(rest)) is None:
             return None
         if rest is not None:
@@ -320,7 +328,8 @@ class Bound:
         layers: WeakValueDictionary[str, nn.Module] = WeakValueDictionary(self.layers)
         theirs = ahead.bound.layers
         layers.update({name: theirs[own] for own, name in made.names.items() if own in theirs})
-        prompts = self.prompts(made.recorded, layers)
+        owners = [*self.owners, *(ahead.bound.owners[i] for i in border.head.weights)]
+        prompts = self.prompts(made.recorded, layers, owners)
         return Variant(made.recorded, layers, prompts)
 
 

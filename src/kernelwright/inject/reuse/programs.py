@@ -41,7 +41,7 @@ from ..identify.structure import layout, structure_of
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
 from ..state.switches import torch_attends
-from .bound import Bound
+from .bound import Bound, Owners
 from .kept_prompts import KeptPrompt
 from .masks import lengths_of, numbers_of
 from .packed_gemm import SameBits
@@ -161,14 +161,15 @@ class Programs:
         layers = layers_of(module, found.recording)
         names = found.recording.weights
         owners = [ref(module.get_submodule(name.rpartition(".")[0])) for name in names]
-        prompts = partial(self._prompts, owners)
-        bound = Bound(found, places, layouts, check, opaque, layers, prompts, self.exact)
+        bound = Bound(
+            *(found, places, layouts, check, opaque, layers, owners, self._prompts, self.exact)
+        )
         return bound, result if once else None
 
     def _prompts(
-        self, owners: Sequence[ref[nn.Module]], found: Recorded, layers: Mapping[str, nn.Module]
+        self, found: Recorded, layers: Mapping[str, nn.Module], owners: Owners
     ) -> list[KeptPrompt]:
-        """What to keep of prompts; `owners` are the modules of a block's weights."""
+        """What to keep of prompts."""
         if self.prompts is None:
             return []
         kept = []

@@ -30,6 +30,9 @@ from .block_graph import Graphed, Layouts, Use, layouts_of
 from .graphs import TrainingGraphs
 
 
+ON_A_CPU = "for_cpu"  # in the names of attention's ops there
+
+
 class Half:
     """The forward or the backward of a block, planned."""
 
@@ -113,15 +116,15 @@ class BlockPrograms:
     @cached_property
     def repeats(self) -> list[bool]:
         """Of each contribution, whether it has the same bits every time: the backward of attention
-        adds in any order, except flash's where deterministic algorithms are asked for. Programs
-        that were recorded with them are never used without them."""
+        adds in any order, except a CPU's, and flash's where deterministic algorithms are asked for.
+        Programs that were recorded with them are never used without them."""
         graph = self.parted.backward.graph
         (output,) = graph.find_nodes(op="output")
-        fixed = "flash" if torch.are_deterministic_algorithms_enabled() else "none"
+        fixed = (ON_A_CPU, *["flash"] * torch.are_deterministic_algorithms_enabled())
         varying: set[fx.Node] = set()
         for node in graph.nodes:
             name = str(packet(node)) if node.op == "call_function" else ""
-            attends = "attention" in name and fixed not in name
+            attends = "attention" in name and not any(n in name for n in fixed)
             if attends or any(n in varying for n in node.all_input_nodes):
                 varying.add(node)
         return [node not in varying for node in output.args[0]]

@@ -29,6 +29,7 @@ from ...backends.torch_internals import (
     pytree,
     saves_through_hooks,
 )
+from ...errors import in_one_line
 from ...fuser.index import CannotIndex
 from ...fuser.joint_recording import Call, record_joint
 from ...fuser.module_twin import twin_of
@@ -195,6 +196,8 @@ class Training:
             return f"{EAGER}: {no}"
         except torch.OutOfMemoryError:
             return f"{EAGER}: not enough memory to compare"
+        except Exception as error:
+            return f"{EAGER}: its programs failed ({in_one_line(error)})"
 
     def _compared(
         self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen, fixed: bool

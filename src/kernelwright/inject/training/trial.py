@@ -17,9 +17,9 @@ from ...fuser.joint_recording import (
     differentiate,
     rehearse_forward,
 )
-from ...fuser.recording import copied
+from ...fuser.recording import WRITES_TO_BUFFERS, CannotRecord, copied
 from ...fuser.views import packet
-from ..runtime.sites import DIFFERS, equal, set_mode
+from ..runtime.sites import DIFFERS, equal, lie_alike, set_mode
 from .block_programs import BoundBlock, Layouts
 from .random_numbers import Numbers
 
@@ -46,13 +46,19 @@ class Trial:
         """Run a block as autograd does it, with gradients of these layouts. Zeros and NaN among its
         tensors become random numbers. Raises CannotRecord before anything runs that must not run
         twice, unless that was `rehearsed` with a block of the same structure."""
-        count = len(call.names)
-        # inputs are copied: a forward that turns out to write to them must not do so twice
-        values = [t.detach() if i < count else copied(t.detach()) for i, t in enumerate(tensors)]
+        # inputs and buffers are copied: a forward that turns out to write to them must not do so
+        # twice
+        parameters = [isinstance(t, nn.Parameter) for t in tensors]
+        values = [
+            t.detach() if own else copied(t.detach())
+            for own, t in zip(parameters, tensors, strict=True)
+        ]
         if not rehearsed:
             rehearse_forward(twin, call, values)
         draw = Numbers()
         values = list(map(draw.instead_of_zeros, values))
+        buffers = [values[i] for i in range(len(call.names)) if not parameters[i]]
+        before = [t.clone() for t in buffers]
         gradients: list[Tensor | None] = []
         differentiable: list[int] = []
 
@@ -63,6 +69,8 @@ class Trial:
             return gradients
 
         expected = differentiate(twin, call, values, drawn)
+        if not equal(buffers, before):  # batch norm's op does not say so
+            raise CannotRecord(WRITES_TO_BUFFERS)
         return Trial(twin, call, values, gradients, differentiable, expected)
 
     def problem(self, bound: BoundBlock) -> str | None:
@@ -125,7 +133,7 @@ class Trial:
 def _equal(a: Differentiated, b: Differentiated) -> bool:
     """Whether results and contributions have the same bits, in the same order."""
     ours, theirs = ([n for n, _ in d.contributions] for d in (a, b))
-    if ours != theirs or not equal(a.outputs, b.outputs):
+    if ours != theirs or not equal(a.outputs, b.outputs) or not lie_alike(a.outputs, b.outputs):
         return False
     return equal([t for _, t in a.contributions], [t for _, t in b.contributions])
 

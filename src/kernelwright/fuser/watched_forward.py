@@ -1,0 +1,56 @@
+"""The forward of a module while it is recorded, watched for what it writes to the module.
+
+What a forward sets on its modules (a counter, a cache, a buffer) would be set once, when it is
+recorded, and then never again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .module_twin import CONTAINERS, HOOKS, OWN
+
+
+class CannotRecord(Exception):
+    """Why a forward cannot be written down."""
+
+
+class WatchedForward(nn.Module):
+    """Calls the forward of a module rather than the module, whose class may call it otherwise:
+    transformers' layers do for checkpointing, which is around what is recorded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = {m: _held(m) for m in self.module.modules()}
+        result = self.module.forward(*args, **kwargs)
+        for module, held in before.items():
+            if (name := _changed(held, _held(module))) is not None:
+                raise CannotRecord(f"the forward of {type(module).__name__} sets {name}")
+        return result
+
+
+def _held(module: nn.Module) -> dict[str, list[Any]]:
+    """What a module holds under each name: the objects, and the items of containers."""
+    own = {n: v for n, v in vars(module).items() if n not in (*OWN, *HOOKS)}
+    tensors = {**module._parameters, **module._buffers}
+    return {name: [value, *_items(value)] for name, value in (*own.items(), *tensors.items())}
+
+
+def _items(value: Any) -> list[Any]:
+    if type(value) not in CONTAINERS:
+        return []
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _changed(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> str | None:
+    """The first name under which not the very same objects are held."""
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None or list(map(id, old)) != list(map(id, new)):
+            return name
+    return None
