@@ -231,6 +231,48 @@ class Writes(Block):
         return result
 
 
+class Queues(Block):
+    """Fills a list by another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, *inputs):
+        queue = self.seen
+        queue.append(inputs[0].shape)
+        return super().forward(*inputs)
+
+
+class Given(Block):
+    """Fills a list that it was given, in some of its calls."""
+
+    def forward(self, *inputs, into=None):
+        into = log if into is None else into
+        into.append(inputs[0].shape)
+        return super().forward(*inputs)
+
+
+class Inherits(Queues):
+    def forward(self, *inputs):
+        return super().forward(*inputs) * 1.0
+
+
+class Collects(Block):
+    """Fills a list and a dict of its own, which is no effect."""
+
+    def forward(self, *inputs):
+        parts, sizes = [], {}
+
+        def joined():
+            return torch.cat(parts, -1)
+
+        for part in Block.forward(self, *inputs).chunk(2, -1):
+            parts.append(part)
+            sizes.update(last=part.shape[-1])
+        return joined() * sizes["last"]
+
+
 def effects(model):
     """What the forwards of these blocks have done so far."""
     kept = [len(getattr(b, "seen", ())) for b in model.blocks]
@@ -238,7 +280,9 @@ def effects(model):
     return len(log), notes.get("calls", 0), kept, total
 
 
-@pytest.mark.parametrize("kind", [Counts, Logs, Notes, Keeps, Sums, Adds, Writes])
+@pytest.mark.parametrize(
+    "kind", [Counts, Logs, Notes, Keeps, Sums, Adds, Writes, Queues, Given, Inherits]
+)
 def test_an_effect_happens_as_often_as_in_eager(kind):
     def three_runs(model):
         log.clear()
@@ -256,6 +300,11 @@ def test_an_effect_happens_as_often_as_in_eager(kind):
     assert same(got, expected)
     assert got[1::2] == expected[1::2]
     assert programs_of(report)[0] == {}
+
+
+def test_what_a_forward_collects_in_a_list_of_its_own_is_no_effect():
+    report = check(Transformer(Collects).eval(), latents())
+    assert programs_of(report)[0]
 
 
 def check_compiled(model, inputs):

@@ -2,7 +2,8 @@
 
 Libraries' modules are known to be pure. Code of others is looked at: its forward, the methods and
 functions of its own package that it calls. Setting an attribute, a global or an item of either, or
-calling a method that changes a container or an attribute in place, is an effect.
+calling a method that changes a container or an attribute in place, is an effect; filling a list or
+a dict that the function itself has made is none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 # instructions that change something outside of a call
 STORES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))
+BUILDS = frozenset(("BUILD_LIST", "BUILD_MAP", "BUILD_SET"))
 ITEMS = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))
 LOADS = frozenset(("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"))
 # methods that change the object they are called on, and functions that write somewhere
@@ -47,9 +49,12 @@ def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
                     return f"{code.co_name} of {kind.__name__} sets an item of {name}"
                 if step.opname not in LOADS:
                     continue
-                if name in CHANGES or _writes_to_attribute(steps[:i], name):
+                changes = name in CHANGES and not _is_own_container(code, steps, i)
+                if changes or _writes_to_attribute(steps[:i], name):
                     return f"{code.co_name} of {kind.__name__} calls {name}"
                 pending += [getattr(kind, name, None), function.__globals__.get(name)]
+                if "super" in code.co_names:
+                    pending += [vars(base).get(name) for base in kind.__mro__]
     return None
 
 
@@ -59,6 +64,40 @@ def _codes(code: CodeType) -> Iterator[tuple[CodeType, list[dis.Instruction]]]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _codes(inner)
+
+
+def _is_own_container(code: CodeType, steps: list[dis.Instruction], i: int) -> bool:
+    """Whether the method loaded by instruction `i` is one of a list, dict or set that the function
+    itself has made: a variable that is never set to anything else."""
+    before = steps[i - 1] if i else None
+    if before is None or not ("LOAD_FAST" in before.opname or before.opname == "LOAD_DEREF"):
+        return False
+    names = before.argval
+    variable = names[-1] if isinstance(names, tuple) else names
+    if before.opname == "LOAD_DEREF" and variable not in code.co_cellvars:
+        return False
+    stores = [n for n, step in enumerate(steps) if variable in _stored(step)]
+    return bool(stores) and all(_is_built(steps, n) for n in stores)
+
+
+def _stored(step: dis.Instruction) -> tuple[Any, ...]:
+    """The variables that an instruction sets: newer Pythons set two, or set one and load one."""
+    if not step.opname.startswith(("STORE_FAST", "STORE_DEREF")):
+        return ()
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return names[:1] if "LOAD" in step.opname else names
+
+
+def _is_built(steps: list[dis.Instruction], n: int) -> bool:
+    """Whether what instruction `n` stores is a new container: `a, b = [], {}` makes both first."""
+    first = n
+    while first and _stored(steps[first - 1]):
+        first -= 1
+    depth = sum(len(_stored(step)) for step in steps[first : n + 1])
+    if first and steps[first - 1].opname in ("ROT_TWO", "SWAP"):
+        first -= 1
+    made = steps[max(first - depth, 0) : first]
+    return len(made) == depth and all(step.opname in BUILDS for step in made)
 
 
 def _writes_to_attribute(before: list[dis.Instruction], name: str) -> bool:

@@ -29,7 +29,6 @@ from ..runtime.sites import EMPTY, eagerly, mode, set_mode
 from .block_graph import Graphed, Layouts, Use, layouts_of
 from .graphs import TrainingGraphs
 
-
 ON_A_CPU = "for_cpu"  # in the names of attention's ops there
 
 
