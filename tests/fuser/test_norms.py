@@ -14,12 +14,14 @@ from fuser import cuda_on_cpu
 from kernelwright.backends import Unsupported
 from kernelwright.calibration import gradients
 from kernelwright.fuser import interpreter, launching
+from kernelwright.fuser.expression import Step
 from kernelwright.fuser.index import Affine
 from kernelwright.inject.training import blocks
 from kernelwright.inject.training.block_programs import BlockPrograms
 from kernelwright.ops import ways
 from kernelwright.ops.row.order import gradient_order
 
+aten = torch.ops.aten
 ROWS, EPS = 3, 1e-6
 RMS, LAYER = gradients.GRADIENTS
 
@@ -139,3 +141,18 @@ def test_the_interpreter_repeats_a_row_of_one_number():
     interpreter.run(program, given, {"result": result})
     repeated = given["x"].expand(-1, 128).contiguous()
     assert torch.equal(result, gradients.expected(LAYER, {**given, "x": repeated}))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_kernel_takes_a_gradient_that_is_one_number(tmp_path):
+    """That of rows which nothing reads is zeros."""
+    given = operands(LAYER, 128, torch.bfloat16, weighted=False)
+    (store,) = (program := gradients.program_of(LAYER, given)).stores
+    number = Step(aten.full.default, (0.5,), (), torch.bfloat16)
+    stores = (replace(store, value=replace(store.value, x=number)),)
+    program = replace(program, stores=stores)
+    kernel = launching.kernel_of(program, launching.layout_of([program], given))
+    result = torch.zeros_like(given["gradient"])
+    given["gradient"] = torch.full_like(given["gradient"], 0.5)
+    cuda_on_cpu.launched(kernel, {**given, "result": result}, tmp_path)
+    assert torch.equal(result, in_atens_arithmetic(**given))

@@ -200,10 +200,11 @@ class Emitter(RowSharing):
         done = [(s, value) for s, value in self.stores if v.level(value) == level]
         v.begin(level)
         for s in ready:
-            if isinstance(s.x, Load) and s.x not in v.held:
+            # named outside of the loop, for `_measured`
+            if s.x not in v.held:
                 v.floats(s.x)
             if s.factor is not None:
-                v.floats(s.factor)  # named outside of the loop, for `_measured`
+                v.floats(s.factor)
         for e in wanted:
             v.hold(e)
         for store, value in done:

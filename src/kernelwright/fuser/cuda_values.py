@@ -120,7 +120,10 @@ class Values:
             self.inner.append(f"{self.array(e)}{self.vector_index}[{i}] = {value};")
 
     def element(self, e: Any) -> str:
-        """Element i of vector k of a value that is held, or loaded first."""
+        """Element i of vector k of a value that is held, or loaded first; or the value itself, if
+        it is the same along the row."""
+        if not self.depends(e):
+            return self.floats(e)[0]
         if isinstance(e, Load) and e not in self.held:
             vector = self.vector(e)
             assert vector is not None
