@@ -60,7 +60,7 @@ def writes_in_place(block, x, given):
 
 
 def pools(block, x, given):
-    """Its result lies otherwise in memory when it is recorded."""
+    """Its result has other strides when it is recorded."""
     return F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)
 
 

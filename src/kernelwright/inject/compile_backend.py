@@ -18,7 +18,7 @@ from ..backends.user_warnings import warn
 from ..errors import in_one_line
 from .reuse.programs import MAX_RECORDINGS, Programs, Recorded
 from .reuse.recordable import signature
-from .runtime.sites import equal, lie_alike
+from .runtime.sites import equal, same_strides
 
 
 def kernelwright(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -59,7 +59,7 @@ class _Compiled:
         except Exception as error:
             warn(f"torch.compile: a graph stays eager: its programs failed ({in_one_line(error)})")
             return expected
-        if equal(result, expected) and lie_alike(result, expected):
+        if equal(result, expected) and same_strides(result, expected):
             self._known[key] = found
         else:
             warn("torch.compile: a graph differs from eager's; it stays eager")

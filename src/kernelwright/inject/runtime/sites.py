@@ -97,15 +97,15 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(torch.where(a.isnan(), b.isnan(), a == b).all())
 
 
-def lie_alike(a: Any, b: Any) -> bool:
-    """Whether the tensors of two equal results lie alike in memory. PyTorch may sum in another
-    order what lies otherwise."""
+def same_strides(a: Any, b: Any) -> bool:
+    """Whether the tensors of two equal results have the same strides. PyTorch may sum a tensor of
+    other strides in another order."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return all(_strides(x) == _strides(y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def _strides(t: Tensor) -> list[int]:
-    """Those that say where elements lie."""
+    """Those that matter: of dimensions with more than one element."""
     return [step for n, step in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
 
 

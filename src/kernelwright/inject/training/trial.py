@@ -19,7 +19,7 @@ from ...fuser.joint_recording import (
 )
 from ...fuser.recording import WRITES_TO_BUFFERS, CannotRecord, copied
 from ...fuser.views import packet
-from ..runtime.sites import DIFFERS, equal, lie_alike, set_mode
+from ..runtime.sites import DIFFERS, equal, same_strides, set_mode
 from .block_programs import BoundBlock, Layouts
 from .random_numbers import Numbers
 
@@ -133,7 +133,7 @@ class Trial:
 def _equal(a: Differentiated, b: Differentiated) -> bool:
     """Whether results and contributions have the same bits, in the same order."""
     ours, theirs = ([n for n, _ in d.contributions] for d in (a, b))
-    if ours != theirs or not equal(a.outputs, b.outputs) or not lie_alike(a.outputs, b.outputs):
+    if ours != theirs or not equal(a.outputs, b.outputs) or not same_strides(a.outputs, b.outputs):
         return False
     return equal([t for _, t in a.contributions], [t for _, t in b.contributions])
 

@@ -32,7 +32,7 @@ from ..runtime.sites import (
     Forward,
     eagerly,
     equal,
-    lie_alike,
+    same_strides,
     set_mode,
 )
 from . import accuracy
@@ -40,7 +40,7 @@ from .findings import Evidence, Findings
 from .running import run_eager, run_fused
 from .verdicts import ModuleRecord, Verdict
 
-LIES_OTHERWISE = "its result lies in memory otherwise than eager's"
+OTHER_STRIDES = "its result has other strides than eager's"
 
 
 @dataclass
@@ -136,10 +136,10 @@ class Comparison:
             if not same:
                 return self._without_sites_that_differ(expected, ahead)
             # what a model of a family does with the result of a forward written for it is known
-            if self.record.of_any_code and not lie_alike(result, expected):
+            if self.record.of_any_code and not same_strides(result, expected):
                 work_ahead.forget()
                 work_ahead.refuse(self.module)
-                self._conclude(False, LIES_OTHERWISE)
+                self._conclude(False, OTHER_STRIDES)
                 return expected
             self._conclude(True)
             return result
