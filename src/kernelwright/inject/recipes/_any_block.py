@@ -26,4 +26,5 @@ BLOCK = Patch(
     block,
     "its ops between products and attention in a few kernels",
     signature=signature,
+    same_strides=True,
 )

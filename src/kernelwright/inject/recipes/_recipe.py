@@ -34,6 +34,8 @@ class Patch:
     `not_exact` is why `exact` leaves these modules alone, or None. `signature` returns the key of a
     call's inputs under which verdicts are kept, where the usual one says too little. `programs_for`
     is given the arguments of a call and returns whether the fuser's programs are faster for it.
+    With `same_strides` results must have the strides of eager's: what the model does with them is
+    not known.
     """
 
     target: str | Callable[[nn.Module], bool | str]
@@ -46,6 +48,7 @@ class Patch:
     not_exact: str | None = None
     signature: Callable[[Any, Any], Any] | None = None
     programs_for: Callable[[Any, Any], bool] | None = None
+    same_strides: bool = False
 
     def matches(self, module: nn.Module) -> bool | str:
         if callable(self.target):

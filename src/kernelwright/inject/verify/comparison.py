@@ -135,8 +135,7 @@ class Comparison:
             self.found.equal = same
             if not same:
                 return self._without_sites_that_differ(expected, ahead)
-            # what a model of a family does with the result of a forward written for it is known
-            if self.record.of_any_code and not same_strides(result, expected):
+            if self.record.same_strides and not same_strides(result, expected):
                 work_ahead.forget()
                 work_ahead.refuse(self.module)
                 self._conclude(False, OTHER_STRIDES)

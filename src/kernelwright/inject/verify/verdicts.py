@@ -33,7 +33,7 @@ class ModuleRecord:
     run_once: str | None  # why it must not run twice, or None if it may
     members: frozenset[int]  # ids of the injected modules in it, itself included
     unknown: bool  # whether some of its code is not what a recipe was written for
-    of_any_code: bool  # whether its new forward was written for no code in particular
+    same_strides: bool  # whether its result must have the strides of eager's
     excluded: dict[int, str]  # ids of modules in it that do not fit their recipe, and why
     adapted: set[int]  # ids of layers in it that are wrapped by an adapter
     parameters: list[dict[str, Any]]  # of the modules in it, as they hold them
@@ -52,7 +52,7 @@ class ModuleRecord:
             why_run_once(module),
             frozenset(id(m) for m, _ in ours),
             any(not forward.known for _, forward in ours),
-            not fused.patch.sources,
+            fused.patch.same_strides,
             _mismatched(ours),
             base_layers(module),
             [m._parameters for m in module.modules() if m._parameters],
