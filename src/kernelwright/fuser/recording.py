@@ -242,8 +242,6 @@ def record(
                 # and torch.utils.swap_tensors refuses tensors that have some
                 given = [t.detach() if id(t) in parameters else copied(t) for t in tensors]
                 made = make_fx(kept, tracing_mode=tracing_mode)(*given)
-                if module.training and not all(map(_is_unchanged, given, tensors)):
-                    raise CannotRecord(WRITES_TO_BUFFERS)
         except CannotRecord:
             raise
         except torch.OutOfMemoryError:
@@ -262,6 +260,8 @@ def record(
             raise CannotRecord("it writes to its inputs")
         if library.is_another_object(node.target):
             raise CannotRecord(f"torch.ops was cleared ({node.target})")
+    if module.training and not all(map(_is_unchanged, given, tensors)):
+        raise CannotRecord(WRITES_TO_BUFFERS)
     graph.eliminate_dead_code()
     paths = paths_of((args, kwargs))
     return Recording(graph, tuple(weights), paths, returned[0], constants, results, parallel)
