@@ -8,8 +8,23 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import kernelwright as kw
-from inject.trained import data, differing, drawn, gradients, model, preset, steps, twice, with_lora
+from inject.trained import (
+    WIDTH,
+    Block,
+    Model,
+    data,
+    differing,
+    drawn,
+    gradients,
+    model,
+    preset,
+    steps,
+    twice,
+    with_lora,
+)
+from inject.training_graphs import UnkindGraphs
 from kernelwright import models
+from kernelwright.inject.graphs import graphs as graphs_module
 from kernelwright.inject.reuse.program_sites import ProgramSites
 from kernelwright.inject.training.block_programs import BlockPrograms
 from kernelwright.inject.training.blocks import Training
@@ -120,6 +135,45 @@ def test_gradients_whose_layout_always_changes_are_left_to_eager():
         expected = gradients(eager, data(), loss)
         assert differing(gradients(ours, data(), loss), expected) == []
     assert any("gradients of another layout" in line for line in report.gradients)
+
+
+class BlockOfText(Block):
+    def __init__(self):
+        super().__init__()
+        self.text = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, text, time):
+        x, text = super().forward(x, text, time)
+        return x, text + torch.nn.functional.silu(self.text(text)) * 0.5
+
+
+class WithAuxiliary(Model):
+    """Returns the text too if that is wanted, which has weights that nothing else reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = False
+        self.blocks = torch.nn.ModuleList(BlockOfText() for _ in self.blocks)
+
+    def forward(self, x, text, time):
+        x = self.first(x)
+        for block in self.blocks:
+            x, text = block(x, text, time)
+        return torch.cat([self.last(x), text[..., :8]], 1) if self.both else self.last(x)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_result_that_some_losses_read_and_others_do_not(graphs, monkeypatch):
+    """A weight that only this result needs has a gradient in some steps, and contributions of more
+    results are added to what the text of the block before gets, in autograd's order."""
+    monkeypatch.setattr(graphs_module, "Graphs", UnkindGraphs)
+    torch.manual_seed(0)
+    eager, ours = twice(WithAuxiliary())
+    report = kw.inject(ours, graphs=graphs)
+    for both in (False, False, True, True, False, True, False, False):
+        eager.both = ours.both = both
+        assert differing(gradients(ours, data()), gradients(eager, data())) == []
+    assert any("BlockOfText" in line and ": forward" in line for line in report.gradients)
 
 
 def kept_bytes(trained, inputs):

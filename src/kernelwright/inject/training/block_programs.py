@@ -166,6 +166,8 @@ class BoundBlock:
     paths: tuple[Path, ...]
     # told of gradients that are not as those that the backward was recorded with
     surprised: Callable[[Layouts], None]
+    # how many contributions each input gets, by number, if all results have gradients
+    most: Counter[int]
     off: dict[str, str] = field(default_factory=dict)  # programs that run PyTorch's ops, and why
     graphs: TrainingGraphs | None = None  # those of the model, if its user wants any
     graphed: Graphed = field(default_factory=Graphed)
@@ -177,6 +179,12 @@ class BoundBlock:
         off = "; ".join(f"{name} {why}" for name, why in self.off.items())
         return f"{text}; PyTorch's: {off}" if off else text
 
+    def __post_init__(self) -> None:
+        # the numbers of the inputs: one place for each contribution, since autograd adds them in
+        # this order, then places for those that gradients of more results give: `by_autograd`
+        found = self.programs.joint.contributions
+        self.slots = (*found, *(self.most - Counter(found)).elements())
+
     def __call__(self, args: Any, kwargs: Any) -> Any:
         inputs = [holder[name] for holder, name in self.places]
         for path in self.paths:
@@ -185,9 +193,7 @@ class BoundBlock:
                 found = step(found)
             inputs.append(found)
         joint = self.programs.joint
-        # an input has a place for each contribution: autograd adds them in this order
-        slots = [inputs[i] for i in joint.contributions]
-        made = iter(_Node.apply(self, inputs, *slots))
+        made = iter(_Node.apply(self, inputs, *(inputs[i] for i in self.slots)))
         results = [
             inputs[joint.handed_on[i]] if i in joint.handed_on else next(made)
             for i in range(joint.results)
@@ -223,16 +229,17 @@ class BoundBlock:
     def by_autograd(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The contributions as autograd finds them: the block's own forward runs again."""
+        """The contributions as autograd finds them, one for each of `slots`: the block's own
+        forward runs again."""
         module = self.module()
         if module is None:
             raise RuntimeError(f"{self.programs.kind}: deleted before its backward ran")
         with eagerly():
             found = differentiate(twin_of(module), self.call, inputs, lambda _: gradients)
         slots: dict[int, list[int]] = {}
-        for slot, number in enumerate(self.programs.joint.contributions):
+        for slot, number in enumerate(self.slots):
             slots.setdefault(number, []).append(slot)
-        contributions: list[Tensor | None] = [None] * len(self.programs.joint.contributions)
+        contributions: list[Tensor | None] = [None] * len(self.slots)
         for number, value in found.contributions:
             own = slots.get(number, [])
             if len(own) > 1:
@@ -284,11 +291,12 @@ class _Node(torch.autograd.Function):
             del saved
             if once := not keeps_graph():
                 ctx.maybe_clear_saved_tensors()
-            return (None, None, *_contributions(bound, inputs, kept, whole, once))
-        found = _from_graph(bound, ctx.use, weights, whole)
-        if not keeps_graph():
-            ctx.use.done = True
-        return (None, None, *found)
+            found = _contributions(bound, inputs, kept, whole, once)
+        else:
+            found = _from_graph(bound, ctx.use, weights, whole)
+            if not keeps_graph():
+                ctx.use.done = True
+        return (None, None, *found, *[None] * (len(bound.slots) - len(found)))
 
 
 class _Weights:

@@ -64,6 +64,8 @@ class _Seen:
 
     layouts: Layouts | None = None  # expected of the gradients; None: as of the results
     surprises: int = 0
+    # of the contributions to each input, by number: see BoundBlock
+    most: Counter[int] = field(default_factory=Counter)
     bound: dict[Layouts | None, BoundBlock | str] = field(default_factory=dict)
 
     def surprised(self, fixed: bool, layouts: Layouts) -> None:
@@ -247,7 +249,11 @@ class Training:
                 return f"{EAGER}: {few}"
         places, paths = places_of(module, call.names), paths_of((args, kwargs))
         surprised = partial(seen.surprised, fixed)
-        bound = BoundBlock(shared, ref(module), call, places, paths, surprised, graphs=self.graphs)
+        seen.most |= Counter(shared.joint.contributions)  # at first all results have gradients
+        bound = BoundBlock(
+            *(shared, ref(module), call, places, paths, surprised, seen.most.copy()),
+            graphs=self.graphs,
+        )
         problem = trial.problem(bound)
         return bound if problem is None else f"{EAGER}: {problem}"
 
