@@ -49,8 +49,8 @@ DEFAULT = (
 )
 # AdamW's; large enough that twenty losses differ, small enough that none is infinite
 RATE = 1e-4
-# steps before the timed ones: a block whose gradients lie otherwise than expected is compared again
-# at the second, which takes time and memory
+# steps before the timed ones: a block whose gradients have other strides than expected is compared
+# again in the second, which takes time and memory
 WARM_UP = 3
 # the graphs of deterministic algorithms give way to others after eight
 WARM_UP_GRAPHS = 12

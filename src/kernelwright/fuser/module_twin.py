@@ -16,13 +16,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def twin_of(root: nn.Module, shared: Sequence[nn.Module] = ()) -> nn.Module:
-    """A copy of a tree of modules, without copies of their tensors and other attributes, lists,
-    dicts and sets aside.
+    """A copy of a tree of modules that shares their tensors and other attributes. Lists, dicts and
+    sets are copied, their items are not.
 
-    Weights of the twin can be exchanged, and attributes set, without anybody noticing. `shared`
-    modules are not copied.
-    Calling it runs the forward of its class: hooks of the root and another forward set on it are
-    around that, and run whoever calls the root.
+    Weights of the twin can be exchanged, attributes set and lists filled without a change to the
+    original. `shared` modules are not copied. Calling the twin runs the forward of its class: hooks
+    of the root and another forward set on it are around that, and run whoever calls the root.
     """
     made: dict[int, nn.Module] = {id(m): m for m in shared}
     containers: dict[int, Any] = {}  # modules that share one share its copy

@@ -2,9 +2,9 @@
 
 What the backward reads of the forward is either kept or computed again. GEMMs, attention and sums
 are never computed again; elementwise ops and views may be, since they give the same bits. The
-choice with the fewest bytes is a minimum cut. Inputs count as nothing: whoever runs the backward
-holds them in any case. Keeping what autograd keeps is one of the choices, so beside the inputs
-never more is kept than that.
+choice with the fewest bytes is a minimum cut. Inputs cost nothing: they are held until the backward
+in any case. Keeping what autograd keeps is one of the choices, so beside the inputs never more is
+kept than that.
 """
 
 from __future__ import annotations

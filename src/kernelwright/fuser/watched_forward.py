@@ -1,7 +1,7 @@
-"""The forward of a module while it is recorded, watched for what it writes to the module.
+"""The forward of a module while it is recorded, checked for what it sets on its modules.
 
-What a forward sets on its modules (a counter, a cache, a buffer) would be set once, when it is
-recorded, and then never again.
+A counter, a cache or a buffer that a forward sets would be set once, by the recording, and never
+again: a replayed graph runs no Python.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ class CannotRecord(Exception):
 
 
 class WatchedForward(nn.Module):
-    """Calls the forward of a module rather than the module, whose class may call it otherwise:
-    transformers' layers do for checkpointing, which is around what is recorded."""
+    """Calls the forward of a module, and raises CannotRecord if it has set an attribute.
+
+    The forward is called rather than the module, whose class may do more: transformers' layers run
+    checkpointing there, which is around what is recorded.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _changed(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> str | None:
-    """The first name under which not the very same objects are held."""
+    """The first name whose objects are not the same as before."""
     for name in {**before, **after}:
         old, new = before.get(name), after.get(name)
         if old is None or new is None or list(map(id, old)) != list(map(id, new)):
