@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from kernelwright.fuser import planning, recording, rewriting, running
 from kernelwright.fuser.program import Program
@@ -342,3 +342,17 @@ def test_rows_with_gaps_that_are_multiplied_by_one_are_rows_of_their_own():
     made = recorded(Part(), torch.randn(4, 4))
     rewriting.drop_factors_of_one(made.graph)
     assert len(made.graph.find_nodes(op="call_function", target=aten.mul.Tensor)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rms_norms_without_an_eps_get_pytorchs(dtype):
+    x = torch.randn(2, 8, dtype=dtype) * 1e-3  # so small that the eps counts
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = x
+    norm = graph.call_function(aten._fused_rms_norm.default, (given, [8], None, None))
+    graph.output(norm)
+    rewriting.write_out_eps(graph)
+    assert norm.args[3] is not None
+    expected = aten._fused_rms_norm(x, [8], None, None)
+    assert all(map(torch.equal, fx.GraphModule({}, graph)(x), expected))

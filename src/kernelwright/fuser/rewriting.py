@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from ..backends.torch_internals import adds_bias_apart, linear_adds_bias_apart, pytree
+from ..ops.row.default_eps import default_eps
 from .building import STEPS
+from .norms import RMS_NORMS
 from .recorded_ops import LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
 from .row_layout import ACCESS
 from .views import PARTS, VIEWS, packet
@@ -30,6 +32,15 @@ def drop_factors_of_one(graph: fx.Graph) -> None:
         if (mine.dtype, mine.stride()) == (made.dtype, made.stride()):
             node.replace_all_uses_with(x, delete_user_cb=lambda user: user.op != "output")
     graph.eliminate_dead_code()
+
+
+def write_out_eps(graph: fx.Graph) -> None:
+    """Give RMS norms that were called without an eps the one that PyTorch adds then."""
+    for node in graph.find_nodes(op="call_function", target=RMS_NORMS[-1]):
+        x, shape, weight, eps = node.args
+        if eps is None:
+            value = x.meta["val"]
+            node.args = (x, shape, weight, default_eps(value.dtype, value.device))
 
 
 def take_bias_out_of_convolutions(graph: fx.Graph) -> None:

@@ -21,7 +21,7 @@ from ...fuser.partition import Parted, part
 from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.recording import Path, Recording
-from ...fuser.rewriting import drop_factors_of_one
+from ...fuser.rewriting import drop_factors_of_one, write_out_eps
 from ...fuser.running import Executable
 from ...fuser.views import packet
 from ..reuse.program_sites import ProgramSites
@@ -99,6 +99,7 @@ class BlockPrograms:
     ) -> BlockPrograms:
         """Raises CannotIndex if the graph cannot be parted or planned."""
         drop_factors_of_one(joint.graph)
+        write_out_eps(joint.graph)
         parted = part(joint)
         forward = Half(f"{kind}'s forward", parted.forward, device, fell_back)
         backward = Half(f"{kind}'s backward", parted.backward, device, fell_back)
