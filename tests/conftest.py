@@ -15,8 +15,6 @@ from time_savers import (  # noqa: F401
     guards_without_a_stopwatch,
     half_products_in_float32,
     language_patched_once,
-    layouts_kept_without_dispatch,
-    recording_without_stacks,
     types_known_in_the_interpreter,
 )
 

@@ -5,7 +5,6 @@ A name that a new version takes away or changes fails here, by itself and by its
 
 import copy
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -63,36 +62,6 @@ def test_transforms():
     torch.func.grad(function)(torch.ones(2))
     assert seen == [True]
     assert not internals.in_functorch()
-
-
-def test_light_recording():
-    def function(x):
-        return (x * 2).t() + 1
-
-    def described(graph):
-        return [(n.meta["val"].shape, n.meta["val"].stride()) for n in graph.nodes if n.meta]
-
-    x = torch.ones(2, 3)
-    whole = make_fx(function)(x).graph
-    with internals.light_recording():
-        light = make_fx(function)(x).graph
-        with ThreadPoolExecutor() as pool:  # what others record is as it was
-            theirs = pool.submit(lambda: make_fx(function)(x).graph).result()
-    assert described(light) == described(whole) == described(theirs)
-    detailed = [[n for n in g.nodes if n.meta.get("tensor_meta")] for g in (light, theirs, whole)]
-    assert [len(found) for found in detailed] == [0, 4, 4]
-    assert [n for n in make_fx(function)(x).graph.nodes if n.meta.get("tensor_meta")]
-
-
-def test_light_recording_asks_before_an_op_runs():
-    def refuse(op):
-        if op is torch.ops.aten.rand.default:
-            raise ValueError("random")
-
-    before = torch.get_rng_state()
-    with internals.light_recording(refuse), pytest.raises(ValueError, match="random"):
-        make_fx(lambda x: x * torch.rand(2))(torch.ones(2))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_whether_a_linear_layer_adds_its_bias_apart():

@@ -4,7 +4,6 @@ or in a shorter way."""
 import os
 import warnings
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,18 +146,6 @@ def _added_in_place(total, *factors, **scales):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def recording_without_stacks():
-    """Every op that make_fx records makes a FakeTensorMode, which keeps the stack of its making: a
-    third of the time of a recording, and nothing reads it."""
-    from torch._subclasses import fake_tensor
-
-    nothing = SimpleNamespace(extract_stack=lambda: [], format_list=lambda stack: [])
-    with pytest.MonkeyPatch.context() as session:
-        session.setattr(fake_tensor, "traceback", nothing)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def guards_without_a_stopwatch():
     """After every compilation Dynamo times its guards, with the caches of the CPU flushed before:
     16 ms, and nothing reads it."""
@@ -166,31 +153,4 @@ def guards_without_a_stopwatch():
 
     with pytest.MonkeyPatch.context() as session:
         session.setattr(guards, "profile_guard_manager", lambda *given: 0.0)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def layouts_kept_without_dispatch():
-    """make_fx keeps the layout of every result as a fake tensor, which PyTorch's dispatcher makes
-    in 160 us, a quarter of the time of a recording: make the same one in 30 us."""
-    from torch._guards import TracingContext
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental import proxy_tensor
-    from torch.utils._mode_utils import no_dispatch
-
-    usual = proxy_tensor.extract_val
-
-    def kept(value, *args, **kwargs):
-        context = TracingContext.try_get()
-        mode = None if context is None else context.fake_mode
-        if type(value) is not torch.Tensor or mode is None or value.layout != torch.strided:
-            return usual(value, *args, **kwargs)
-        with no_dispatch():
-            layout = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-            return FakeTensor(mode, layout, value.device)
-
-    with pytest.MonkeyPatch.context() as session:
-        session.setattr(proxy_tensor, "extract_val", kept)
         yield

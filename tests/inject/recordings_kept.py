@@ -59,11 +59,11 @@ def _rehearsed(usual):
 
 
 def _recorded(usual):
-    def record(module, args, kwargs, opaque=(), tracing_mode="real"):
+    def record(module, args, kwargs, opaque=(), *, real=True):
         def anew():
-            return usual(module, args, kwargs, opaque, tracing_mode)
+            return usual(module, args, kwargs, opaque, real=real)
 
-        if opaque or tracing_mode != "real":
+        if opaque or not real:
             return anew()
         leaves, structure = recording.pytree.tree_flatten((args, kwargs))
         tensors = [*recording.weights_of(module).values()]

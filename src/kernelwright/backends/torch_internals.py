@@ -13,14 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.fx.experimental import proxy_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree
@@ -99,62 +97,23 @@ def lifting_cpu_tensors() -> Iterator[None]:
         _lift_only(before)
 
 
-_tracing: Callable[..., Any] = _named("torch._guards.tracing")
-_context: Callable[..., Any] = _named("torch._guards.TracingContext")
-_fake_mode: Callable[..., Any] = _named("torch._subclasses.FakeTensorMode")
-_lazily: Callable[..., Any] = _named("torch.fx._lazy_graph_module._use_lazy_graph_module")
+FakeTensor: Any = _named("torch._subclasses.FakeTensor")
+FakeTensorMode: Any = _named("torch._subclasses.FakeTensorMode")
+without_fakes: Callable[[], Any] = _named("torch._subclasses.fake_tensor.unset_fake_temporarily")
+# whether autograd would run an op of these tensors as the ops that it is made of
+decomposes: Callable[..., bool] = _named(
+    "torch.utils._python_dispatch.autograd_would_have_decomposed"
+)
+_undispatched: Callable[[], Any] = _named("torch.utils._mode_utils.no_dispatch")
 
 
-_describe: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor.extract_val")
-_detail: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor._extract_tensor_metadata")
-_run_op: Callable[..., Any] = _named("torch.fx.experimental.proxy_tensor.proxy_call")
-
-
-@contextmanager
-def light_recording(before: Callable[[Any], None] | None = None) -> Iterator[None]:
-    """Lets the thread that is inside of this record a block with make_fx in half the time. `before`
-    is called with each op before it runs.
-
-    make_fx describes every result by a fake tensor, each made in a new mode, and a second time by
-    its metadata. Here results of the same layout share one fake tensor of one mode, and there is no
-    metadata, which the fuser does not read. Nor is the graph written as Python code, which nobody
-    runs. Other threads get what they always got."""
-    thread, known = threading.get_ident(), dict[Any, Any]()
-
-    def describe(value: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = type(value) is Tensor and value.layout is torch.strided
-        if not plain or threading.get_ident() != thread:
-            return _describe(value, *args, **kwargs)
-        key = value.shape, value.stride(), value.dtype, value.device
-        if key not in known:
-            known[key] = _describe(value, *args, **kwargs)
-        return known[key]
-
-    def detail(*args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == thread else _detail(*args, **kwargs)
-
-    def run(proxy_mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        if before is not None and threading.get_ident() == thread:
-            before(op)
-        return _run_op(proxy_mode, op, *args, **kwargs)
-
-    with (
-        _tracing(_context(_fake_mode(allow_fallback_kernels=True))),
-        _lazily(True),
-        _replaced(proxy_tensor, {_describe: describe, _detail: detail, _run_op: run}),
-    ):
-        yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, functions: dict[Any, Any]) -> Iterator[None]:
-    """Have functions of a module replaced for a while."""
-    names = {name: f for name, f in vars(module).items() if callable(f) and f in functions}
-    vars(module).update({name: functions[f] for name, f in names.items()})
-    try:
-        yield
-    finally:
-        vars(module).update(names)
+def fake_like(mode: Any, t: Tensor) -> Tensor:
+    """A tensor of the layout of another one, without memory. Made by an op under `mode` it would
+    take five times as long."""
+    with _undispatched():
+        layout = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        made: Tensor = FakeTensor(mode, layout, t.device)
+        return made
 
 
 _to_functional: Callable[..., Any] = _named("torch._to_functional_tensor")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..backends.torch_internals import functional, light_recording, pytree
+from ..backends.torch_internals import functional, pytree
 from ..ops import library
-from .recording import COLLECTIVES, CannotRecord, one_at_a_time, weights_of
+from .recording import COLLECTIVES, CannotRecord, weights_of
+from .tracing import Traced, trace
 from .views import aten, packet
 from .watched_forward import WatchedForward
 
@@ -161,7 +161,7 @@ def rehearse_forward(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -
     def run(*given: Tensor) -> list[Tensor]:
         return call.forward(module, given)[0]
 
-    _check(_traced(run, tensors, "fake").graph)
+    _check(_traced(run, tensors, real=False).graph)
 
 
 def record_joint(
@@ -180,10 +180,9 @@ def record_joint(
         made[:] = [found]
         return [*found.outputs, *(t for _, t in found.contributions)]
 
-    traced = _traced(run, [*tensors, *(g for g in gradients if g is not None)], "real")
+    traced = _traced(run, [*tensors, *(g for g in gradients if g is not None)])
     _check(traced.graph)
-    constants = {n.name: getattr(traced, n.target) for n in traced.graph.find_nodes(op="get_attr")}
-    if any(t.requires_grad for t in constants.values()):
+    if any(t.requires_grad for t in traced.constants.values()):
         raise CannotRecord("a weight that is not read from its own module")
     (found,) = made
     return Joint(
@@ -194,15 +193,16 @@ def record_joint(
         found.handed_on,
         tuple(used),
         tuple(number for number, _ in found.contributions),
-        constants,
+        traced.constants,
     )
 
 
-def _traced(run: Callable[..., list[Tensor]], tensors: Sequence[Tensor], mode: str) -> Any:
-    # make_fx patches nn.Module for all threads, and is not made for two at a time
-    with one_at_a_time, torch.no_grad(), light_recording():
+def _traced(
+    run: Callable[..., list[Tensor]], tensors: Sequence[Tensor], *, real: bool = True
+) -> Traced:
+    with torch.no_grad():
         try:
-            traced = make_fx(functional(run), tracing_mode=mode)(*tensors)
+            traced = trace(functional(run), tensors, real=real)
         except (CannotRecord, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -32,6 +32,9 @@ class ParallelCall:
         return self.function(query, key, value, mask, *self.args, **self.kwargs)
 
 
+_one_at_a_time = threading.RLock()
+
+
 class _Recording(threading.local):
     """The calls of the forward that is recorded in this thread."""
 
@@ -62,16 +65,17 @@ PARALLEL_ATTENTION = library.define(
 def recorded_calls() -> Iterator[dict[int, ParallelCall]]:
     """Collect the calls of this thread, each as one op."""
     diffusers, before = attention_dispatch(), _recording.calls
-    own = getattr(diffusers, PARALLEL_FUNCTION, None)
-    if own is not None:
-        setattr(diffusers, PARALLEL_FUNCTION, _as_op(own))
-    calls = _recording.calls = {}
-    try:
-        yield calls
-    finally:
-        _recording.calls = before
+    with _one_at_a_time:  # the function is replaced for all threads
+        own = getattr(diffusers, PARALLEL_FUNCTION, None)
         if own is not None:
-            setattr(diffusers, PARALLEL_FUNCTION, own)
+            setattr(diffusers, PARALLEL_FUNCTION, _as_op(own))
+        calls = _recording.calls = {}
+        try:
+            yield calls
+        finally:
+            _recording.calls = before
+            if own is not None:
+                setattr(diffusers, PARALLEL_FUNCTION, own)
 
 
 def _as_op(function: Callable[..., Any]) -> Callable[..., Any]:

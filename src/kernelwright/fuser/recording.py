@@ -21,15 +21,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from ..backends.torch_internals import any_autocast, light_recording, pytree
+from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
 from ..ops.row.default_eps import default_eps
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
 from .recorded_ops import ATTENTION, LAYER, LINEAR, RMS_NORM, opaque_layers, sdp_backends
+from .tracing import trace
 from .watched_forward import CannotRecord, WatchedForward
 
 # how to find a tensor among arguments: what to apply, one after the other
@@ -46,7 +46,6 @@ class _Outside(threading.local):
 
 
 _outside = _Outside()
-one_at_a_time = threading.RLock()
 
 
 class _Opaque(nn.Module):
@@ -186,7 +185,7 @@ class Recording:
 def rehearse(module: nn.Module, args: Any, kwargs: Any, opaque: Sequence[nn.Module]) -> None:
     """Raise CannotRecord if the forward of a module cannot be recorded, without calling its opaque
     layers, which may count their calls."""
-    record(module, args, kwargs, opaque, tracing_mode="fake")
+    record(module, args, kwargs, opaque, real=False)
 
 
 def record(
@@ -194,7 +193,8 @@ def record(
     args: Any,
     kwargs: Any,
     opaque: Sequence[nn.Module] = (),
-    tracing_mode: str = "real",
+    *,
+    real: bool = True,
 ) -> Recording:
     """Run the forward of a module once, and write down what it does."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -227,8 +227,7 @@ def record(
     twin = twin_of(module, opaque)
     _stand_in(twin, opaque)
     weights.update(weights_of(twin))
-    # make_fx patches nn.Module for all threads, and is not made for two at a time
-    with one_at_a_time, opaque_layers(opaque), recorded_calls() as parallel:
+    with opaque_layers(opaque), recorded_calls() as parallel:
         _outside.backends = sdp_backends()
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
@@ -236,24 +235,22 @@ def record(
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
         _find_eps(tensors)
         try:
-            with torch.inference_mode(False), torch.no_grad(), light_recording(_without_draws):
+            with torch.inference_mode(False), torch.no_grad():
                 parameters = {id(p) for p in twin.parameters()}
                 # not the parameters themselves: tracing leaves weak references to what it is given,
                 # and torch.utils.swap_tensors refuses tensors that have some
                 given = [t.detach() if id(t) in parameters else copied(t) for t in tensors]
-                made = make_fx(kept, tracing_mode=tracing_mode)(*given)
+                made = trace(kept, given, _without_draws, real=real)
         except CannotRecord:
             raise
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise CannotRecord(str(error).strip().partition("\n")[0]) from error
-    graph, constants = made.graph, {}
+    graph, constants = made.graph, made.constants
+    if any(constant is w for constant in constants.values() for w in weights.values()):
+        raise CannotRecord("a weight that is not read from its own module")
     for node in graph.nodes:
-        if node.op == "get_attr":
-            constants[node.name] = constant = getattr(made, node.target)
-            if any(constant is w for w in weights.values()):
-                raise CannotRecord("a weight that is not read from its own module")
         if getattr(node.target, "namespace", "").endswith(COLLECTIVES):
             raise CannotRecord(f"it exchanges tensors with other processes ({node.target})")
         if _writes_to_input(node):
