@@ -128,7 +128,7 @@ def test_a_value_read_on_the_host_ends_the_recording(reads):
         reads(x)
         return [x]
 
-    with pytest.raises(CannotRecord, match="value on the host"):
+    with pytest.raises(CannotRecord, match="read on the host"):
         trace(functional(function), [torch.randn(4)])
 
 
@@ -153,6 +153,34 @@ def test_nothing_is_computed_unless_real():
     ours = trace(function, given, real=False)
     assert isinstance(seen[0], FakeTensor)
     assert len(ours.graph.nodes) == 4
+
+
+def test_a_function_of_torch_compile_refuses_and_is_not_compiled_meanwhile():
+    """It would be compiled as it is seen under our mode, and kept."""
+
+    def function(x):
+        compiled.append(1)
+        return x * 2
+
+    compiled = []
+    whole = torch.compile(function, backend="eager")
+    with pytest.raises(RuntimeError, match="dynamo-optimized"):
+        trace(lambda x: [whole(x)], [torch.ones(2)])
+    assert not compiled
+    assert torch.equal(whole(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_functions_of_torch_compile_run_in_other_threads_meanwhile():
+    whole = torch.compile(lambda x: x * 2, backend="eager")
+
+    def function(x):
+        with ThreadPoolExecutor(1) as pool:
+            elsewhere.append(pool.submit(whole, torch.ones(2)).result())
+        return [x + 1]
+
+    elsewhere = []
+    trace(function, [torch.ones(2)])
+    assert torch.equal(elsewhere[0], torch.full((2,), 2.0))
 
 
 def test_two_threads_write_down_their_own():

@@ -24,7 +24,7 @@ STAY = {
     # an argument is a mask of flex_attention, which is no tensor
     "AnyFlowFARTransformer3DModel": "an input that it may write to",
     # so is a constant of this one
-    "Kandinsky6SRTransformer3DModel": "a tensor that is neither given nor an attribute",
+    "Kandinsky6SRTransformer3DModel": "an op that calls Python functions (flex_attention)",
 }
 # a recipe was written for their blocks
 RECIPES = {

@@ -116,6 +116,42 @@ def fake_like(mode: Any, t: Tensor) -> Tensor:
         return made
 
 
+class _Written(threading.local):
+    """Whether the ops of this thread are being written down. It takes the place of the flag by
+    which torch.fx says that it traces: a function of torch.compile then refuses to be called,
+    rather than compile what it sees under our mode and keep it."""
+
+    now = False
+
+    def __bool__(self) -> bool:
+        return self.now
+
+
+_written_down, _flag_lock = _Written(), threading.Lock()
+_flag_users = 0
+_named("torch.fx._symbolic_trace._is_fx_tracing_flag")
+
+
+@contextmanager
+def refusing_compiled_functions() -> Iterator[None]:
+    """Have functions of torch.compile raise in this thread."""
+    global _flag_users
+    where: Any = sys.modules["torch.fx._symbolic_trace"]
+    with _flag_lock:
+        if not _flag_users:
+            where._is_fx_tracing_flag = _written_down
+        _flag_users += 1
+    before, _written_down.now = _written_down.now, True
+    try:
+        yield
+    finally:
+        _written_down.now = before
+        with _flag_lock:
+            _flag_users -= 1
+            if not _flag_users and where._is_fx_tracing_flag is _written_down:
+                where._is_fx_tracing_flag = False
+
+
 _to_functional: Callable[..., Any] = _named("torch._to_functional_tensor")
 _from_functional: Callable[..., Any] = _named("torch._from_functional_tensor")
 _enable_functionalization: Callable[..., Any] = _named("torch._enable_functionalization")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -23,12 +24,13 @@ from ..backends.torch_internals import (
     decomposes,
     fake_like,
     pytree,
+    refusing_compiled_functions,
     without_fakes,
 )
 from .watched_forward import CannotRecord
 
 aten: Any = torch.ops.aten
-READS_ON_HOST = "it reads a value on the host"
+READS_ON_HOST = "a value that is read on the host"
 PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 # numbers that a forward may read back from tensors that it has made of numbers
 FEW = 250
@@ -58,13 +60,17 @@ def trace(
     given = list(tensors) if real else [fake.from_tensor(t, static_shapes=True) for t in tensors]
     for number, tensor in enumerate(given):
         writer.take(tensor, f"arg{number}_1")
-    with computing, writer:
+    with refusing_compiled_functions(), computing, writer:
         results = run(*given)
+    if writer.refused is not None:
+        raise CannotRecord(writer.refused)
     writer.graph.output(writer.written(list(results)))
     return Traced(writer.graph, writer.constants)
 
 
 class _Writer(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, fake: Any, before: Callable[[Any], None]) -> None:
         super().__init__()
         self.graph, self.constants = fx.Graph(), dict[str, Tensor]()
@@ -72,6 +78,12 @@ class _Writer(TorchDispatchMode):
         self._nodes: Any = WeakTensorKeyDictionary()
         self._known: Any = WeakTensorKeyDictionary()  # values of tensors made of numbers
         self._alike: dict[Any, Tensor] = {}
+        self.refused: str | None = None
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo does not compile what is first called under another mode, then or later."""
+        return True
 
     def take(self, tensor: Tensor, name: str) -> None:
         """Make a tensor an input of the graph."""
@@ -81,6 +93,10 @@ class _Writer(TorchDispatchMode):
         kwargs = kwargs or {}
         if not set(types) <= set(PLAIN):
             return NotImplemented
+        if isinstance(op, HigherOrderOperator):
+            # an error inside of what Dynamo runs would leave it in a state that later calls fail in
+            self.refused = f"an op that calls Python functions ({op})"
+            return op(*args, **kwargs)
         if op.namespace == "prim":  # of what a tensor is, which is the same at every call
             return op(*args, **kwargs)
         self._before(op)
