@@ -17,15 +17,15 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from ...backends.torch_internals import dispatch_modes, layout_check
+from ...backends.torch_internals import dispatch_modes, layout_check, pytree
 from ...errors import in_one_line
 from ...fuser.recorded_ops import opaque_layers
 from ...fuser.running import OtherShape
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..identify.structure import layout
-from ..runtime import model_run, work_ahead
-from ..runtime.informative import informative
+from ..runtime import comparisons, model_run, work_ahead
+from ..runtime.informative import Uninformative, informative
 from ..runtime.sites import DIFFERS, NO_MEMORY, equal, mode
 from ..state.weights_at_rest import is_at_rest
 from .kept_prompts import KeptPrompt
@@ -117,6 +117,14 @@ class Ran:
     def __init__(self, bound: Bound, results: Sequence[Any], given: Sequence[Tensor]) -> None:
         self.bound, self.results = bound, len(results)
         self.known = [ref(t) if isinstance(t, Tensor) else None for t in (*results, *given)]
+
+    def returns_instead(self, results: Any, others: Any) -> None:
+        """The block returns `others` in the place of `results`."""
+        pairs = zip(pytree.tree_leaves(results), pytree.tree_leaves(others), strict=True)
+        places = {id(ours): theirs for ours, theirs in pairs if isinstance(theirs, Tensor)}
+        for i, held in enumerate(self.known):
+            if held is not None and (theirs := places.get(id(held()))) is not None:
+                self.known[i] = ref(theirs)
 
     def sources(self, given: Sequence[Tensor]) -> tuple[int | None, ...]:
         """For each tensor its place among the results and then the inputs of this block."""
@@ -277,25 +285,48 @@ class Bound:
         expected = self.alone.outputs(alone, keeping=False)
         try:
             outputs = variant.outputs(inputs)
-            same = equal(outputs[: len(expected)], expected)
-            if same and ahead is not None and self.exact:
+            wanted = list(expected)
+            if ahead is not None and self.exact:
                 # in the other tiers it is not rounded as op by op; the next block compares its own
-                by_ops = ahead.border.head_by_ops(ahead.reads(expected, given))
-                same = equal(outputs[len(expected) :], by_ops)
-            why = None if same else DIFFERS
+                wanted += ahead.border.head_by_ops(ahead.reads(expected, given))
+            found = outputs[: len(wanted)]
+            flags = comparisons.flags_of(found, wanted) if comparisons.can_wait() else None
+            if flags is None:
+                same = equal(found, wanted)
         except torch.OutOfMemoryError:
-            why = NO_MEMORY
-        if why is None:
+            self._refuse(variant, taken, ahead, NO_MEMORY)
+            return expected
+        if flags is not None:
+            values = Uninformative()
+            values.look_at("", outputs)
+
+            def conclude(same: bool, informative: bool) -> None:
+                if same:
+                    variant.trusted = informative
+                elif informative:
+                    self._refuse(variant, taken, ahead, DIFFERS)
+
+            comparisons.defer(comparisons.Deferred(flags, [values], conclude))
+            # what it did for the next block is compared there, too, before anything relies on it
+            outputs[: len(expected)] = expected
+        elif not same:
+            self._refuse(variant, taken, ahead, DIFFERS)
+            return expected
+        else:
             variant.trusted = informative(*outputs)
             if not variant.trusted:
                 return expected
-            return outputs if ahead is None else self._handed_on(outputs, given, ahead)
+        return outputs if ahead is None else self._handed_on(outputs, given, ahead)
+
+    def _refuse(
+        self, variant: Variant, taken: Handed | None, ahead: Ahead | None, why: str
+    ) -> None:
+        """Do without a variant, and without the work of and for its neighbours."""
         variant.refused = True
         if taken is not None:
             taken.by.give_up(why)
         if ahead is not None:
             self.give_up(why)
-        return expected
 
     def give_up(self, why: str) -> None:
         """Do no more for the next block."""

@@ -50,6 +50,7 @@ class _Run(threading.local):
     switches: int | None = None  # the number of PyTorch's switches
     samples: TensorSamples | None = None  # of the tensors that cached values depend on
     at_end: list[Callable[[], None]] | None = None  # to be called when the forward has ended
+    deferred: list[Any] | None = None  # comparisons that wait for it
     # of its state, which has no value in the class: see `__getattr__`
     serial: int  # identifies the state; 0: modules check their own
     run_once: str | None

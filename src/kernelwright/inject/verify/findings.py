@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from ...backends.user_warnings import warn
-from ..runtime.input_key import in_words
 from ..runtime.sites import DIFFERS
 
 MAX_FINDINGS = 16384
@@ -63,8 +61,7 @@ class Findings:
     def add(
         self,
         module: nn.Module,
-        args: Any,
-        kwargs: Any,
+        inputs: str,
         notes: Counter[tuple[str, str]],
         off: dict[int, dict[str, str]],
         evidence: Evidence,
@@ -76,7 +73,7 @@ class Findings:
             notes[name, why] = notes.pop((name, "fused"), 1)
         if different := sorted(name for name, why in eager_sites.items() if why == DIFFERS):
             problem = problem or f"{', '.join(different)} {DIFFERS}"
-        kind, inputs = type(module).__name__, in_words(args, kwargs)
+        kind = type(module).__name__
         name = self.names.get(module, f"a {kind}")
         self.findings.append(
             Finding(name, kind, inputs, dict(notes), problem=problem, **vars(evidence))

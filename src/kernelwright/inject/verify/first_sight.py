@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..runtime import model_run, work_ahead
 from ..runtime.gradients import gives_gradients, records_gradients
-from ..runtime.input_key import number_of, on_meta, signature
+from ..runtime.input_key import in_words, number_of, on_meta, signature
 from ..runtime.sites import Forward, mode
 from ..state.switches import switches
 from .comparison import Comparison
@@ -144,13 +145,22 @@ class Checker(Findings):
             return run_eager(module, eager, args, kwargs)
         if fused.patch.signature is not None:  # type: ignore[attr-defined]
             work_ahead.forget()  # it is compared alone first
-        comparison = Comparison(self, module, record, key, fused, eager, args, kwargs)
+        settle = partial(self._settle, module, record, key)
+        comparison = Comparison(self, module, record, key, fused, eager, args, kwargs, settle)
         # `get`: another thread may finish its own first sight, and remove the entry, at any moment
         count = record.uninformative[key] = record.uninformative.get(key, 0) + 1
         # values that proved nothing may go on doing so: compare at calls 1, 2, 4, 8, ... only
         if count & (count - 1):
             return run_eager(module, eager, args, kwargs)
         result = comparison.run()
+        if not comparison.waits:
+            settle(comparison)
+        return result
+
+    def _settle(
+        self, module: nn.Module, record: ModuleRecord, key: Any, comparison: Comparison
+    ) -> None:
+        """Take over what a comparison has found."""
         if comparison.verdict is not None:
             if len(record.verdicts) >= MAX_SIGNATURES:
                 record.verdicts.clear()
@@ -159,10 +169,9 @@ class Checker(Findings):
             self.uninformative.pop(module, None)
         elif comparison.uninformative:
             self.uninformative[module] = True
-        return result
 
     def _report_once(self, module: nn.Module, record: ModuleRecord, args: Any, kwargs: Any) -> None:
         if None not in record.verdicts:
             record.verdicts[None] = Verdict(False)
             notes = Counter({("forward", record.excluded[id(module)]): 1})
-            self.add(module, args, kwargs, notes, {}, Evidence())
+            self.add(module, in_words(args, kwargs), notes, {}, Evidence())

@@ -42,6 +42,8 @@ class ModuleRecord:
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     # calls per signature that have given no verdict so far
     uninformative: Counter[Any] = field(default_factory=Counter)
+    # signatures at which a result differed when nobody waited for the comparison
+    differed: set[Any] = field(default_factory=set)
 
     @staticmethod
     def of(module: nn.Module, fused: Any) -> ModuleRecord:
