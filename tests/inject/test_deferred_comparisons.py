@@ -45,13 +45,18 @@ def asked(monkeypatch):
     return times
 
 
+def of_nothing(a, b):
+    assert (a, b) == ([], [])
+    return True
+
+
 def test_the_host_asks_once_in_a_forward(asked, counted, monkeypatch):
     model, inputs = Model().eval(), latents()
     expected = run(model, inputs)
     report = kw.inject(model)
     with monkeypatch.context() as patched:
-        patched.setattr(comparison, "equal", None)  # it would wait
-        patched.setattr(bound, "equal", None)
+        patched.setattr(comparison, "equal", of_nothing)  # of tensors it would wait
+        patched.setattr(bound, "equal", of_nothing)
         assert same(run(model, inputs), expected)
         assert asked == [LAYERS]
         assert same(run(model, inputs), expected)
