@@ -5,6 +5,8 @@ from collections import namedtuple
 import pytest
 import torch
 
+from kernelwright.inject.graphs.buffers import Results
+
 from .stand_in import alignment_of_new_memory, data, function  # noqa: F401
 
 BASE = data(1, 6, 8)
@@ -219,3 +221,32 @@ def test_nested_inputs_are_taken_apart_and_put_together():
         got = call(x, Pair(a, 3), options={"deep": [deep], "flag": True})
         assert torch.equal(got, x + a * deep + 3)
     assert graphs.captured == 1
+
+
+def test_small_results_are_copied_by_one_kernel(monkeypatch):
+    def copied(new, old, own=torch._foreach_copy_):
+        launched.append(len(old))
+        own(new, old)
+
+    launched = []
+    monkeypatch.setattr(torch, "_foreach_copy_", copied)
+    whole = data(2, 4, 16)
+    made = {
+        "rows": data(3, 4, 8),
+        "columns": data(4, 8, 4).t(),
+        "halves": data(5, 4, 8).bfloat16(),
+        "many": data(6, 1024, 512),
+        "left": whole[:, :8],
+        "right": whole[:, 8:],
+    }
+    results = Results(made, [data(1, 2)], [])
+    found, again = (results.copies([data(1, 2)]) for _ in range(2))
+    assert launched == [2, 2]  # alone in its dtype, too large, a part of a larger one: on their own
+    for name, t in made.items():
+        assert torch.equal(found[name], t), name
+        assert found[name].stride() == t.stride()
+        assert found[name].untyped_storage().data_ptr() not in (
+            t.untyped_storage().data_ptr(),
+            again[name].untyped_storage().data_ptr(),
+        )
+    assert found["left"].untyped_storage().data_ptr() == found["right"].untyped_storage().data_ptr()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ PLAIN_TYPES = (bool, int, float, complex, str, type(None), torch.dtype, torch.de
 TENSOR_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # cuBLASLt chooses a kernel by the alignment of its operands, up to this many bytes
 ALIGNMENT = 256
+# bytes up to which starting a copy takes longer than copying: of a training step of LTX-Video with
+# adapters on an H200, 448 of 619 copies were gradients of 64 KiB
+SMALL = 1 << 20
 
 
 class Refusal(Exception):
@@ -86,19 +89,36 @@ class Results:
             elif storage not in of_weights:
                 groups.setdefault(storage, []).append(leaf)
         self._copies = [(_window(group), group) for group in groups.values()]
+        small: dict[torch.dtype, list[int]] = {}
+        for number, ((source, _), _) in enumerate(self._copies):
+            if source.nbytes <= SMALL:
+                small.setdefault(source.dtype, []).append(number)
+        self._together = [numbers for numbers in small.values() if len(numbers) > 1]
 
     def copies(self, inputs: Sequence[Tensor], caches: Sequence[Any] = ()) -> Any:
         """The results of the last replay, for a caller who passed these inputs."""
         new: dict[int, Any] = {id(place): caches[place.index] for place in self._places}
         for leaf, i in self._views:
             new[id(leaf)] = inputs[i] if leaf is self._inputs[i] else self._view(leaf, i, inputs[i])
-        for (source, start), group in self._copies:
-            copy = source.clone()
+        for copy, (source, start), group in self._copied():
             for leaf in group:
                 new[id(leaf)] = (
                     copy if source is leaf else _view_of(copy, _offset(leaf) - start, leaf)
                 )
         return pytree.tree_unflatten([new.get(id(x), x) for x in self._leaves], self._structure)
+
+    def _copied(self) -> Iterator[tuple[Tensor, tuple[Tensor, int], list[Tensor]]]:
+        """Each copy, what it is a copy of, and the results that lie there; small ones are made by
+        one kernel."""
+        made: dict[int, Tensor] = {}
+        for numbers in self._together:
+            sources = [self._copies[i][0][0] for i in numbers]
+            found = list(map(torch.empty_like, sources))
+            torch._foreach_copy_(found, sources)
+            made.update(zip(numbers, found, strict=True))
+        for number, ((source, start), group) in enumerate(self._copies):
+            copy = made[number] if number in made else source.clone()
+            yield copy, (source, start), group
 
     def _view(self, leaf: Tensor, index: int, given: Tensor) -> Tensor:
         offset = _offset(leaf) - _offset(self._inputs[index])
