@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -416,3 +418,22 @@ def test_after_a_hot_swap_of_lora_calls_are_replays_again(prepared, monkeypatch)
         assert sum(graphs.reasons.values()) == without
         seen.append(want)
     assert not torch.equal(*seen)
+
+
+ORDER = """
+import torch
+import torch.nn.functional as F
+from kernelwright.inject.state.switches import switches
+
+before = switches("cuda")
+x = torch.randn(1, 2, 256, 64, dtype=torch.bfloat16, device="cuda")
+F.scaled_dot_product_attention(x, x, x)
+assert switches("cuda") == before, (before, switches("cuda"))
+"""
+
+
+def test_the_first_attention_of_a_process_changes_no_switch():
+    """PyTorch finds its order of attention kernels there: verdicts of the first forward would hold
+    for another order, and every block would be compared again in the second."""
+    done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

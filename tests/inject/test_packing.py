@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from inject.heads import WIDTH, Heads, is_packed, rows
 from kernelwright.inject.reuse import packed_weights
+from kernelwright.inject.runtime import model_run
+from kernelwright.inject.state.tensor_samples import TensorSamples
 
 
 @torch.no_grad()
@@ -286,3 +288,25 @@ def test_accelerate_saves_every_weight():
     check_packed(heads)
     state = heads.state_dict()
     assert clean_state_dict_for_safetensors(dict(state)).keys() == state.keys()
+
+
+class Stream:
+    def __init__(self):
+        self.waited = 0
+
+    def synchronize(self):
+        self.waited += 1
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_gpu_is_waited_for_when_the_forward_has_ended(hooked):
+    """Unless something has hooks, which may move the weights in another stream."""
+    model, x, stream, seen = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), Stream(), []
+    if hooked:
+        model[0].register_forward_hook(lambda *given: None)
+    with model_run.begin(model, (x,), {}, TensorSamples()):
+        packed_weights._wait(stream)
+        seen.append(stream.waited)
+    assert (seen[0], stream.waited) == (int(hooked), 1)
+    packed_weights._wait(stream)
+    assert stream.waited == 2

@@ -268,6 +268,20 @@ def attention_kernels() -> tuple[bool, bool, bool]:
     return _cudnn_attention(), _flash_attention(), _efficient_attention()
 
 
+_order_is_found = False
+
+
+def find_attention_order() -> None:
+    """Have PyTorch find its order of attention kernels for this GPU, which it does at the first
+    attention of a process otherwise: what was learned before would hold for another order."""
+    global _order_is_found
+    if _order_is_found or dispatch_stack() or torch.cuda.is_current_stream_capturing():
+        return
+    _order_is_found = True
+    x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+    _attention_choice(x, x, x)
+
+
 def attention_switches() -> tuple[Any, ...]:
     return (*attention_kernels(), _math_attention(), tuple(_attention_order()), _math_reduction())
 

@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from ...backends import torch_internals
 from ..graphs import buffers
 from ..graphs.capture import capturing, relocated
+from ..runtime import model_run
 
 # PyTorch's own allocations on the CPU start at multiples of this
 CPU_ALIGNMENT = 64
@@ -171,13 +172,23 @@ def _pack(group: _Group, weights: list[Any], biases: list[Any]) -> list[Tensor]:
                 blocks = [_move_into_block(parts) for parts in (weights, biases) if parts]
         except torch.OutOfMemoryError:
             group.why = "there was no memory to pack its weights"
-        if weights[0].is_cuda:  # the next call may use another stream
-            torch.cuda.current_stream(weights[0].device).synchronize()
+        if weights[0].is_cuda:
+            _wait(torch.cuda.current_stream(weights[0].device))
         relocated()
     group.blocks, group.calls = tuple(map(TensorWeakRef, blocks)), 0
     group.sizes = tuple(map(len, weights))
     group.facts = _facts(weights + biases)
     return blocks
+
+
+def _wait(stream: Any) -> None:
+    """Wait for a stream before the next call, which may use another: when the forward of the model
+    has ended, so that the GPU has work to do until then. A hook may move weights before."""
+    running = model_run.active
+    if running.at_end is None or running.run_once is not None:
+        stream.synchronize()
+    else:
+        running.at_end.append(stream.synchronize)
 
 
 def _why_not(weights: list[Any], biases: list[Any]) -> str | None:

@@ -19,6 +19,8 @@ ORIGINAL = tuple(map(_functional.get, FUNCTIONS))
 
 def switches(device_type: str) -> tuple[Any, ...]:
     """Everything besides its operands that decides which kernel runs."""
+    if device_type == "cuda":
+        torch_internals.find_attention_order()
     replaced = tuple(map(_functional.get, FUNCTIONS))
     return (
         torch.is_grad_enabled(),
