@@ -30,9 +30,13 @@ class Deferred:
 
 
 def can_wait() -> bool:
-    """Whether a comparison may be deferred: a model is running on a GPU."""
+    """Whether a comparison may be deferred: a model is running on a GPU, and nobody captures it."""
     active = model_run.active
-    return active.at_end is not None and active.on_gpu
+    return (
+        active.at_end is not None
+        and active.on_gpu
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def flags_of(a: Any, b: Any) -> list[Tensor] | None:
