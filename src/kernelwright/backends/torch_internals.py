@@ -268,6 +268,11 @@ def attention_kernels() -> tuple[bool, bool, bool]:
     return _cudnn_attention(), _flash_attention(), _efficient_attention()
 
 
+def is_captured() -> bool:
+    """Whether the current stream is being captured, by whomever."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 _order_is_found = False
 
 
@@ -275,7 +280,7 @@ def find_attention_order() -> None:
     """Have PyTorch find its order of attention kernels for this GPU, which it does at the first
     attention of a process otherwise: what was learned before would hold for another order."""
     global _order_is_found
-    if _order_is_found or dispatch_stack() or torch.cuda.is_current_stream_capturing():
+    if _order_is_found or dispatch_stack() or not torch.cuda.is_initialized() or is_captured():
         return
     _order_is_found = True
     x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")

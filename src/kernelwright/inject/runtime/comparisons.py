@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends.torch_internals import pytree
+from ...backends.torch_internals import is_captured, pytree
 from . import model_run
 from .informative import Uninformative
 
@@ -32,11 +32,7 @@ class Deferred:
 def can_wait() -> bool:
     """Whether a comparison may be deferred: a model is running on a GPU, and nobody captures it."""
     active = model_run.active
-    return (
-        active.at_end is not None
-        and active.on_gpu
-        and not torch.cuda.is_current_stream_capturing()
-    )
+    return active.at_end is not None and active.on_gpu and not is_captured()
 
 
 def flags_of(a: Any, b: Any) -> list[Tensor] | None:

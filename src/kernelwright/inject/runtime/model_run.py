@@ -91,13 +91,14 @@ def begin(
     if active.model is not None and active.serial and id(model) in active.modules:
         yield  # part of the model that is active
         return
+    kind = device_type(args, kwargs)
+    outside = number_of(switches(kind))
     names = vars(active)
     before = names.copy()
     names.clear()
     active.token, active.model = next(_numbers), model
     active.samples, active.at_end = samples, []
-    kind = device_type(args, kwargs)
-    active.switches, active.on_gpu = number_of(switches(kind)), kind == "cuda"
+    active.switches, active.on_gpu = outside, kind == "cuda"
     at_end = active.at_end
     try:
         yield
