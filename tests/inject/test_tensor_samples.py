@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kernelwright.inject.state import tensor_samples
 from kernelwright.inject.state.tensor_samples import TensorSamples
 
 TENSORS = {
@@ -85,3 +86,25 @@ def test_samples_are_compared_in_inference_mode_and_outside():
     with torch.inference_mode():
         tensor.data[0, 0] += 1
         assert not samples.check()()
+
+
+def test_a_check_is_made_ready_ahead(monkeypatch):
+    def made(*given, own=tensor_samples._Comparison):
+        built.append(given)
+        return own(*given)
+
+    built = []
+    monkeypatch.setattr(tensor_samples, "_Comparison", made)
+    first, second = torch.randn(4), torch.randn(4)
+    samples = noted(first)
+    before = len(built)
+    samples.prepare()
+    samples.prepare()
+    assert len(built) == before + 1
+    assert samples.check()()
+    assert len(built) == before + 1
+    samples.note(second)
+    samples.prepare()
+    second.data.add_(1)
+    assert not samples.check()()
+    assert len(built) == before + 2

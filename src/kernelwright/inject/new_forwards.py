@@ -117,6 +117,8 @@ def model_forward(
             result = ordered(self, *args, **kwargs)
             if outermost and model_run.active.on_gpu and checker.numerics == "exact":
                 background.consider()
+            if outermost and model_run.active.on_gpu:
+                samples.prepare()
             if not check():  # waiting costs nothing here: the GPU has work to do
                 result = None
                 samples.forget()

@@ -40,6 +40,7 @@ class TensorSamples:
         self.epoch = 0  # number of calls of `forget`; part of the keys of cached results
         self._noted: dict[Any, _Sample] = {}
         self._comparison = _Comparison([], [])
+        self._is_new = False  # whether something was noted that no comparison knows
 
     def __deepcopy__(self, memo: Any) -> TensorSamples:
         return TensorSamples()
@@ -55,6 +56,7 @@ class TensorSamples:
         # not of the tensor: torch.utils.swap_tensors refuses tensors with weak references
         alive = ref(memory, lambda _: self._noted.pop(key, None) and None)
         self._noted[key] = _Sample(alive, _bit_views(tensor, whole, sparse))
+        self._is_new = True
 
     def forget(self) -> None:
         """Drop all samples, and invalidate the results cached with them."""
@@ -65,9 +67,19 @@ class TensorSamples:
         """Start to compare all samples with the tensors; the result waits for that work alone."""
         samples = list(self._noted.values())
         memories = [sample.alive() for sample in samples]  # nothing may free one meanwhile
+        self._make(samples, memories)
+        return pending(self._comparison.start())
+
+    def prepare(self) -> None:
+        """Make ready what the next check runs, while the GPU has work to do."""
+        if self._is_new:
+            samples = list(self._noted.values())
+            self._make(samples, [sample.alive() for sample in samples])
+
+    def _make(self, samples: list[_Sample], memories: list[Any]) -> None:
+        self._is_new = False
         if not self._comparison.is_of(samples, memories):
             self._comparison = _Comparison(samples, memories)
-        return pending(self._comparison.start())
 
 
 class _Sample:
