@@ -425,8 +425,8 @@ import torch
 import torch.nn.functional as F
 from kernelwright.inject.state.switches import switches
 
-before = switches("cuda")
 x = torch.randn(1, 2, 256, 64, dtype=torch.bfloat16, device="cuda")
+before = switches("cuda")
 F.scaled_dot_product_attention(x, x, x)
 assert switches("cuda") == before, (before, switches("cuda"))
 """
