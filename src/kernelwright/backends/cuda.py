@@ -231,10 +231,11 @@ def nvrtc_version() -> tuple[int, int] | None:
 
 @functools.lru_cache
 def fingerprint() -> str:
-    """What every kernel is compiled from and by, except for its own source."""
+    """A digest of what every kernel is compiled from and by, except for its own source: the headers
+    have 130 kB, and each kernel of a block asks for its key."""
     major, minor = nvrtc_version() or (0, 0)
     sources = "".join(f"{name}\0{text}\0" for name, text in headers().items())
-    return f"{major}.{minor}\0{OPTIONS}\0{sources}"
+    return KernelCache.key(f"{major}.{minor}", str(OPTIONS), sources)
 
 
 def compile_cubin(code: str, arch: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -31,12 +32,18 @@ class Program:
     extents: tuple[tuple[str, int], ...]
     stores: tuple[Store, ...]
 
-    @property
+    @cached_property
     def loads(self) -> list[str]:
         """The names of the tensors it reads, each once."""
         found = (e.source for e in walk(*(s.value for s in self.stores)) if isinstance(e, Load))
         return list(dict.fromkeys(found))
 
-    @property
+    @cached_property
     def rows(self) -> list[Row]:
         return [e for e in walk(*(s.value for s in self.stores)) if isinstance(e, Row)]
+
+    @cached_property
+    def summed(self) -> set[str]:
+        """The names of the tensors of which it sums rows."""
+        found = walk(*(row.x for row in self.rows))
+        return {e.source for e in found if isinstance(e, Load)}

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...backends import Unsupported
 from ...fuser import interpreter
-from ...fuser.expression import Load, walk
 from ...fuser.launching import Launched
 from ...fuser.program import Program
 from ..runtime.sites import mode, site
@@ -46,7 +45,9 @@ class ProgramSites:
             self.names[id(program)],
             partial(self._eager, program, given, outputs),
             partial(self._result, program, given, outputs),
-            *(given[source] for source in _summed(program)),
+            # zeros there would prove nothing about the order of sums. Other steps are single ops,
+            # whose bits do not depend on their neighbours
+            *(given[source] for source in program.summed),
         )
         return None
 
@@ -81,10 +82,3 @@ class ProgramSites:
 def _compared(program: Program, outputs: Mapping[str, Tensor]) -> list[Tensor]:
     """What a program stores; rows in eight bits are compared with what GEMMs make of them."""
     return [outputs[s.target] for s in program.stores]
-
-
-def _summed(program: Program) -> set[str]:
-    """What a program sums along rows: zeros there would prove nothing about the order. Other steps
-    are single ops whose bits do not depend on their neighbours."""
-    found = walk(*(row.x for row in program.rows))
-    return {e.source for e in found if isinstance(e, Load)}
