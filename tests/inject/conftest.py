@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import kernelwright as kw
-from inject import recordings_kept
 from kernelwright import models
 from kernelwright.inject.reuse import packed_gemm
 
@@ -28,14 +27,6 @@ def tiny_models_drawn_once():
 
     with pytest.MonkeyPatch.context() as session:
         session.setattr(models, "build", copied)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def blocks_recorded_once():
-    """Recording a block takes longer than everything else that is done with it."""
-    with pytest.MonkeyPatch.context() as session:
-        recordings_kept.kept_in(session)
         yield
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kernelwright as kw
-from inject import recordings_kept
 from kernelwright import models
 from kernelwright.fuser import joint_recording
 from kernelwright.inject.reuse import program_sites
@@ -68,7 +67,6 @@ def test_an_injected_block_makes_few_calls(how, per_block, around, monkeypatch):
 def test_a_block_that_trains_as_without_injection_costs_no_checks(monkeypatch):
     """With adapters, to look whether a block has changed takes as many calls as its forward."""
     peft = pytest.importorskip("peft")
-    monkeypatch.setattr(recordings_kept, "active", False)
     monkeypatch.setattr(joint_recording, "_why_not", lambda node: "no programs in this test")
     inputs = models.inputs("ltx-video", tiny=True, dtype=torch.float32)
     layers = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import kernelwright as kw
-from inject import recordings_kept
 from inject.harness import run, same
 from inject.tape import graphs_on_the_cpu
 from kernelwright import models
@@ -32,12 +31,6 @@ class Left:
 
     def __init__(self, number):
         self.number = number
-
-
-@pytest.fixture(autouse=True)
-def memory_for_recordings(monkeypatch):
-    """It may run out while a block is recorded, too."""
-    monkeypatch.setattr(recordings_kept, "active", False)
 
 
 @pytest.fixture(autouse=True)
