@@ -9,9 +9,11 @@ import torch
 
 import kernelwright as kw
 from inject.harness import run, same
+from inject.tape import graphs_on_the_cpu
 from inject.test_across_blocks import ALL, ALONE, LAYERS, Counted, Model, latents
 from kernelwright.inject.reuse import bound
 from kernelwright.inject.reuse.bound import Variant
+from kernelwright.inject.reuse.program_sites import ProgramSites
 from kernelwright.inject.reuse.recorded import Recorded
 from kernelwright.inject.runtime import comparisons, model_run
 from kernelwright.inject.verify import comparison
@@ -165,3 +167,30 @@ def test_another_size_is_compared_without_waiting(asked, counted):
     result, programs = counted(model, others)
     assert same(result, expected)
     assert programs == ALL
+
+
+def test_what_differs_is_found_before_a_graph_is_captured(monkeypatch):
+    """A graph would go on with the whole block as eager runs it, and nobody would say why."""
+
+    def wrong(self, program, given, outputs, own=ProgramSites._kernel):
+        own(self, program, given, outputs)
+        if "program 2 of Block" in self.names[id(program)]:
+            next(iter(outputs.values())).mul_(1.01)
+
+    model, inputs = Model().eval(), latents()
+    expected = run(model, inputs)
+    monkeypatch.setattr(ProgramSites, "_kernel", wrong)
+    with graphs_on_the_cpu():
+        report = kw.inject(model, graphs=True)
+        assert same(run(model, inputs), expected)
+        with pytest.warns(UserWarning, match="program 2 of Block differs from eager's"):
+            assert same(run(model, inputs), expected)
+        for _ in range(3):
+            assert same(run(model, inputs), expected)
+    (graphs,) = report.graphs
+    assert graphs.captured == 1
+    assert "what differs from eager is looked for first" in graphs.describe()
+    assert len(report.problems) == LAYERS
+    assert {fate for (name, fate) in report.findings[-1].sites if name == "program 1 of Block"} == {
+        "fused"
+    }

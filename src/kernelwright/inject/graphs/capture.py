@@ -33,6 +33,7 @@ class _Running(threading.local):
     dependencies: list[Tensor] | None = None  # tensors that such values were computed from
     phase: int = 0
     relocations: int = 0
+    differences: int = 0
 
 
 _running = _Running()
@@ -67,6 +68,17 @@ def relocated() -> None:
 def relocations() -> int:
     """How often this thread has reported that."""
     return _running.relocations
+
+
+def differed() -> None:
+    """Report that a block of the running model differs from eager: the next call looks for what
+    does, which a capture would not."""
+    _running.differences += 1
+
+
+def differences() -> int:
+    """How often this thread has reported that."""
+    return _running.differences
 
 
 def capturing() -> bool:

@@ -25,7 +25,15 @@ from ..runtime.random_draws import generator_states
 from ..runtime.sites import equal
 from .assumptions import Assumptions
 from .buffers import Refusal
-from .capture import DRAWS, NOTHING_READ, Captured, capturing, keep, relocations
+from .capture import (
+    DRAWS,
+    NOTHING_READ,
+    Captured,
+    capturing,
+    differences,
+    keep,
+    relocations,
+)
 from .key import Call, check_surroundings, listed
 from .kv_caches import DEPENDS_ON_LENGTH
 from .recorder import CudaRecorder, Recorder, capture_lock
@@ -37,6 +45,7 @@ FAILURES_REMEMBERED = 64
 # may be, and how many times as far a replay may be from it
 REPEATS, ROUNDING, AS_NEAR = 3, 2**-5, 4.0
 WRITES = "it writes to its buffers"
+DIFFERS = "what differs from eager is looked for first"
 WEIGHTS_CHANGED = "weights were written to"
 GRADIENTS = "gradients are recorded"
 
@@ -93,7 +102,8 @@ class Graphs:
                 return result
         except Refusal as reason:
             self._count(str(reason))
-        before, states = relocations(), generator_states(args, kwargs)
+        before, differed = relocations(), differences()
+        states = generator_states(args, kwargs)
         written = self._versions_of_buffers(model)
         result = forward(model, *args, **kwargs)
         if relocations() != before:
@@ -102,6 +112,8 @@ class Graphs:
             self._forget_warm_calls(model, DRAWS)
         elif written != self._versions_of_buffers(model):
             self._forget_warm_calls(model, WRITES)
+        elif differed != differences():
+            self._forget_warm_calls(model, DIFFERS)
         return result
 
     @property

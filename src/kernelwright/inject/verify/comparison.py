@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ...backends.torch_internals import any_autocast, pytree
+from ..graphs.capture import differed
 from ..runtime import comparisons, random_draws, work_ahead
 from ..runtime.informative import Uninformative, informative
 from ..runtime.input_key import has_state, in_words, versions
@@ -193,6 +194,7 @@ class Comparison:
     def _known(self, same: bool, informative: bool) -> None:
         if not same:
             self.record.differed.add(self.key)
+            differed()
             return
         if informative:
             self.found.equal = True

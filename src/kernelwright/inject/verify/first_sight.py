@@ -166,6 +166,7 @@ class Checker(Findings):
                 record.verdicts.clear()
             record.verdicts[key] = comparison.verdict
             record.uninformative.pop(key, None)
+            record.differed.discard(key)
             self.uninformative.pop(module, None)
         elif comparison.uninformative:
             self.uninformative[module] = True
