@@ -48,6 +48,10 @@ def draws(block, x, given):
     return x + 0.1 * torch.randn_like(x)
 
 
+def reads_a_tensor_that_is_no_buffer(block, x, given):
+    return x * block.plain.to(x.dtype)
+
+
 def branches(block, x, given):
     return x * 2 if x.sum().item() > 0 else x / 2
 
@@ -124,7 +128,7 @@ ODDITIES = {
         *(normalises_batches_by_a_function, fills_a_cache, draws, branches, writes_in_place),
         *(pools, looks_at_neighbours, gates_and_normalises, normalises_what_does_not_vary),
         *(activates_what_is_repeated, chooses, looks_up, attends_by_hand, attends_with_a_mask),
-        *(rotates, reads_its_weight_otherwise, checkpoints),
+        *(rotates, reads_its_weight_otherwise, checkpoints, reads_a_tensor_that_is_no_buffer),
     )
 }
 
@@ -137,6 +141,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.table, self.scale = nn.Embedding(TOKENS, WIDTH), nn.Parameter(torch.rand(WIDTH))
         self.register_buffer("total", torch.zeros(1))
+        if "no_buffer" in oddity:  # blocks that hold different tensors share no recording
+            self.plain = torch.linspace(0.5, 1.5, WIDTH)
 
     def forward(self, x, **given):
         gate = given["time"][:, None].tanh()

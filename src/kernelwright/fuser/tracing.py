@@ -54,7 +54,8 @@ def trace(
     """Call `run` with these tensors, and write down its ops; unless `real` nothing is computed.
     `before` is called with each op before it runs. Every node says in `meta["val"]` what its result
     is like: fake tensors, which have no memory."""
-    fake = FakeTensorMode(allow_fallback_kernels=True)
+    # a tensor that is no input is a constant
+    fake = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)
     writer = _Writer(fake, before)
     computing = nullcontext() if real else fake
     given = list(tensors) if real else [fake.from_tensor(t, static_shapes=True) for t in tensors]
