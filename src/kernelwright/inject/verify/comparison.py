@@ -6,6 +6,9 @@ one, inside a single run. So does the first call of a module with hooks, with co
 library or with a cache among its inputs. A comparison on zeros or NaN proves nothing: the module
 stays eager for that call, and is compared again later.
 
+A recorded block of a model on a GPU returns its own forward's result, and whether the other is the
+same is asked when the model's forward has ended (`runtime/comparisons.py`).
+
 If a forward differs in `exact`, its fusion sites are tried one by one, and those that differ stay
 eager; if it still differs, or in another tier, the whole module stays eager. If memory is too short
 to compare, `exact` leaves the module eager, and the other tiers run it fused without a comparison.
