@@ -31,7 +31,7 @@ from .watched_forward import CannotRecord
 
 aten: Any = torch.ops.aten
 READS_ON_HOST = "a value that is read on the host"
-PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer, FakeTensor))
 # numbers that a forward may read back from tensors that it has made of numbers
 FEW = 250
 
@@ -83,7 +83,7 @@ class _Writer(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Dynamo does not compile what is first called under another mode, then or later."""
+        """Under a mode that is none Dynamo skips what it is to compile, and does so from then on."""
         return True
 
     def take(self, tensor: Tensor, name: str) -> None:
@@ -92,7 +92,7 @@ class _Writer(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not set(types) <= set(PLAIN):
+        if not PLAIN.issuperset(types):
             return NotImplemented
         if isinstance(op, HigherOrderOperator):
             # an error inside of what Dynamo runs would leave it in a state that later calls fail in
