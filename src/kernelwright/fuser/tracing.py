@@ -83,7 +83,7 @@ class _Writer(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Under a mode that is none Dynamo skips what it is to compile, and does so from then on."""
+        """Under any other mode Dynamo skips what it is to compile, and goes on doing so."""
         return True
 
     def take(self, tensor: Tensor, name: str) -> None:
