@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -116,10 +116,8 @@ def fake_like(mode: Any, t: Tensor) -> Tensor:
         return made
 
 
-class _Written(threading.local):
-    """Whether the ops of this thread are being written down. It takes the place of the flag by
-    which torch.fx says that it traces: a function of torch.compile then refuses to be called,
-    rather than compile what it sees under our mode and keep it."""
+class _ThreadFlag(threading.local):
+    """A truth value of each thread."""
 
     now = False
 
@@ -127,29 +125,36 @@ class _Written(threading.local):
         return self.now
 
 
-_written_down, _flag_lock = _Written(), threading.Lock()
+_flag, _flag_lock = _ThreadFlag(), threading.Lock()
 _flag_users = 0
-_named("torch.fx._symbolic_trace._is_fx_tracing_flag")
 
 
 @contextmanager
-def refusing_compiled_functions() -> Iterator[None]:
-    """Have functions of torch.compile raise in this thread."""
+def _flagged(value: bool) -> Iterator[None]:
+    """Of PyTorch before 2.14, whose flag is one of all threads: ours takes its place meanwhile."""
     global _flag_users
     where: Any = sys.modules["torch.fx._symbolic_trace"]
     with _flag_lock:
         if not _flag_users:
-            where._is_fx_tracing_flag = _written_down
+            where._is_fx_tracing_flag = _flag
         _flag_users += 1
-    before, _written_down.now = _written_down.now, True
+    before, _flag.now = _flag.now, value
     try:
         yield
     finally:
-        _written_down.now = before
+        _flag.now = before
         with _flag_lock:
             _flag_users -= 1
-            if not _flag_users and where._is_fx_tracing_flag is _written_down:
+            if not _flag_users and where._is_fx_tracing_flag is _flag:
                 where._is_fx_tracing_flag = False
+
+
+def refusing_compiled_functions() -> AbstractContextManager[None]:
+    """Have functions of torch.compile raise in this thread: they would compile what they see under
+    a mode of ours, and keep it. To them it is as if torch.fx traced."""
+    where: Any = sys.modules["torch.fx._symbolic_trace"]
+    found: AbstractContextManager[None] = getattr(where, "_is_fx_tracing_context", _flagged)(True)
+    return found
 
 
 _to_functional: Callable[..., Any] = _named("torch._to_functional_tensor")
