@@ -515,3 +515,24 @@ def test_a_gradient_of_gelu_is_broadcast():
 
     plan = check(Small(forward), drawn(2, 7, 64), drawn(2, 1, 64))
     assert len(programs(plan)) == len(plan.steps) == 1
+
+
+class RotatesActivations(nn.Module):
+    """Halves of heads of what an activation gives: 8 elements in a run, which fill no vector."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x, cos, sin):
+        a, b = self.activation(x * 1.702).unflatten(-1, (3, 16)).split(8, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@pytest.mark.parametrize("activation", [torch.sigmoid, F.silu, F.gelu, F.softplus, F.mish])
+def test_a_cpu_computes_parts_of_an_activation_as_the_whole(activation):
+    """In the part of a tensor that fills no vector its sigmoid of float32 has other bits."""
+    sizes = (2, 7, 48), (3, 8), (3, 8)
+    for seed in range(10):
+        given = [drawn(*size, seed=seed, dtype=torch.float32) for size in sizes]
+        check(RotatesActivations(activation), *given)

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.fp8.reference import quantize
@@ -62,6 +63,36 @@ def _in_order(stores: tuple[Store, ...]) -> tuple[Expression, ...]:
     return tuple(walk(*(s.value for s in stores)))
 
 
+# activations of which a CPU computes what fills no vector by another function than the rest
+BY_LANES = {
+    *(aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.mish, aten.elu),
+    *(aten.silu_backward, aten.gelu_backward),
+}
+# elements that it computes at once
+AT_ONCE = 32 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 16
+
+
+def _lies_in_short_runs(x: Tensor) -> bool:
+    """Whether its elements fill no vector, as those of a part of the tensor that the block's own
+    forward reads."""
+    run = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride != run:
+                break
+            run *= size
+    return run < min(AT_ONCE, x.numel())
+
+
+def _by_vectors(op: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    """An op of these elements, all of which lie in full vectors."""
+    tensors = torch.broadcast_tensors(*(a for a in args if isinstance(a, Tensor)))
+    shape, count = tensors[0].shape, tensors[0].numel()
+    padded = iter([F.pad(t.reshape(-1), (0, -count % AT_ONCE)) for t in tensors])
+    result: Tensor = op(*(next(padded) if isinstance(a, Tensor) else a for a in args), **kwargs)
+    return result[:count].view(shape)
+
+
 class _Run:
     def __init__(
         self, program: Program, tensors: Mapping[str, Tensor], device: torch.device
@@ -72,6 +103,9 @@ class _Run:
         self.shape = [e for _, e in program.extents]
         self.tensors, self.device = tensors, device
         self.values: dict[Expression, Tensor] = {}
+        # variables that say which of several expressions is meant
+        names = {e.name for e in _in_order(program.stores) if isinstance(e, Choice)}
+        self.chosen = [i for i, (n, size) in enumerate(self.variables) if n in names and size > 1]
 
     def value(self, e: Expression) -> Tensor:
         """An expression for all values of the variables: one dimension for each of them, of size
@@ -91,8 +125,17 @@ class _Run:
             return torch.full([1] * len(self.shape), value, dtype=e.dtype, device=self.device)
         if e.op is aten.gelu_backward.default:  # a CPU's in 16 bits does not broadcast
             args = list(torch.broadcast_tensors(*args))
-        result = e.op(*args, **dict(e.kwargs))
+        by_lanes = self.device.type == "cpu" and getattr(e.op, "overloadpacket", None) in BY_LANES
+        if by_lanes and any(isinstance(a, Tensor) and self._is_a_part(a) for a in args):
+            result = _by_vectors(e.op, args, dict(e.kwargs))
+        else:
+            result = e.op(*args, **dict(e.kwargs))
         return result if result.dtype == e.dtype else result.to(e.dtype)
+
+    def _is_a_part(self, x: Tensor) -> bool:
+        """Whether the block's own forward computes these elements together with others."""
+        halved = any(x.shape[place] == 1 for place in self.chosen)
+        return halved or _lies_in_short_runs(x)
 
     def _load(self, e: Load) -> Tensor:
         return self.view(self.tensors[e.source], e.index)
