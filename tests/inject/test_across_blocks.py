@@ -289,8 +289,10 @@ def test_a_changed_block_is_worked_for_again(counted):
     assert programs == ALL
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["its own result", "the next one's rows"])
-def test_work_for_the_next_block_that_has_other_bits_is_given_up(which, counted, monkeypatch):
+RESULTS = pytest.mark.parametrize("which", [0, -1], ids=["its own result", "the next one's rows"])
+
+
+def check_given_up(which, counted, monkeypatch):
     """A program across two blocks is wrong: both stay apart, with a line in the report."""
     model, inputs = Model().eval(), latents()
     expected, own = run(model, inputs), Variant.outputs
@@ -308,6 +310,11 @@ def test_work_for_the_next_block_that_has_other_bits_is_given_up(which, counted,
             assert same(run(model, inputs), expected)
     assert counted(model, inputs)[1] == LAYERS * ALONE
     assert "nothing is done for the next block: differs from eager's" in str(report.blocks[0])
+
+
+@RESULTS
+def test_work_for_the_next_block_that_has_other_bits_is_given_up(which, counted, monkeypatch):
+    check_given_up(which, counted, monkeypatch)
 
 
 def test_values_that_prove_nothing_are_tried_again(counted):

@@ -10,9 +10,15 @@ import torch
 import kernelwright as kw
 from inject.harness import run, same
 from inject.tape import graphs_on_the_cpu
-from inject.test_across_blocks import ALL, ALONE, LAYERS, Counted, Model, latents
-from kernelwright.inject.reuse import bound
-from kernelwright.inject.reuse.bound import Variant
+from inject.test_across_blocks import (
+    ALL,
+    LAYERS,
+    RESULTS,
+    Counted,
+    Model,
+    check_given_up,
+    latents,
+)
 from kernelwright.inject.reuse.program_sites import ProgramSites
 from kernelwright.inject.reuse.recorded import Recorded
 from kernelwright.inject.runtime import comparisons, model_run
@@ -58,7 +64,7 @@ def test_the_host_asks_once_in_a_forward(asked, counted, monkeypatch):
     report = kw.inject(model)
     with monkeypatch.context() as patched:
         patched.setattr(comparison, "equal", of_nothing)  # of tensors it would wait
-        patched.setattr(bound, "equal", of_nothing)
+        patched.setattr(comparisons, "equal", of_nothing)
         assert same(run(model, inputs), expected)
         assert asked == [LAYERS]
         assert same(run(model, inputs), expected)
@@ -91,24 +97,9 @@ def test_a_block_that_differs_is_compared_by_its_programs_at_the_next_call(count
     assert counted(model, inputs)[1] == 0
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["its own result", "the next one's rows"])
+@RESULTS
 def test_work_for_the_next_block_that_has_other_bits_is_given_up(which, counted, monkeypatch):
-    model, inputs = Model().eval(), latents()
-    expected, own = run(model, inputs), Variant.outputs
-
-    def wrong(self, *given, **how):
-        outputs = own(self, *given, **how)
-        if "and the next" in self.recorded.kind:
-            outputs[which].mul_(1.01)
-        return outputs
-
-    report = kw.inject(model)
-    with monkeypatch.context() as patched:
-        patched.setattr(Variant, "outputs", wrong)
-        for _ in range(4):
-            assert same(run(model, inputs), expected)
-    assert counted(model, inputs)[1] == LAYERS * ALONE
-    assert "nothing is done for the next block: differs from eager's" in str(report.blocks[0])
+    check_given_up(which, counted, monkeypatch)
 
 
 def test_values_that_prove_nothing_are_compared_again(counted):

@@ -131,7 +131,7 @@ _flag_users = 0
 
 @contextmanager
 def _flagged(value: bool) -> Iterator[None]:
-    """Of PyTorch before 2.14, whose flag is one of all threads: ours takes its place meanwhile."""
+    """For PyTorch before 2.14, where all threads share one flag: meanwhile each has its own."""
     global _flag_users
     where: Any = sys.modules["torch.fx._symbolic_trace"]
     with _flag_lock:
@@ -278,6 +278,7 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+_has_context: Callable[[int], bool] = _named("torch._C._cuda_hasPrimaryContext", lambda i: False)
 _order_is_found = False
 
 
@@ -287,8 +288,13 @@ def find_attention_order() -> None:
     global _order_is_found
     if _order_is_found or dispatch_stack() or not torch.cuda.is_initialized() or is_captured():
         return
+    # on a GPU in use: a tensor on another would take half a gigabyte there for its context
+    devices = (torch.cuda.current_device(), *range(torch.cuda.device_count()))
+    used = next(filter(_has_context, devices), None)
+    if used is None:
+        return
     _order_is_found = True
-    x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+    x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{used}")
     _attention_choice(x, x, x)
 
 

@@ -63,7 +63,7 @@ def _in_order(stores: tuple[Store, ...]) -> tuple[Expression, ...]:
     return tuple(walk(*(s.value for s in stores)))
 
 
-# activations of which a CPU computes what fills no vector by another function than the rest
+# activations that a CPU computes by another function where too few elements for a vector are left
 BY_LANES = {
     *(aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.mish, aten.elu),
     *(aten.silu_backward, aten.gelu_backward),

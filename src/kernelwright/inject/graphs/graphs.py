@@ -45,7 +45,7 @@ FAILURES_REMEMBERED = 64
 # may be, and how many times as far a replay may be from it
 REPEATS, ROUNDING, AS_NEAR = 3, 2**-5, 4.0
 WRITES = "it writes to its buffers"
-DIFFERS = "what differs from eager is looked for first"
+DIFFERED = "what differs from eager is looked for first"
 WEIGHTS_CHANGED = "weights were written to"
 GRADIENTS = "gradients are recorded"
 
@@ -113,7 +113,7 @@ class Graphs:
         elif written != self._versions_of_buffers(model):
             self._forget_warm_calls(model, WRITES)
         elif differed != differences():
-            self._forget_warm_calls(model, DIFFERS)
+            self._forget_warm_calls(model, DIFFERED)
         return result
 
     @property

@@ -25,8 +25,7 @@ from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..identify.structure import layout
 from ..runtime import comparisons, model_run, work_ahead
-from ..runtime.informative import Uninformative, informative
-from ..runtime.sites import DIFFERS, NO_MEMORY, equal, mode
+from ..runtime.sites import DIFFERS, NO_MEMORY, mode
 from ..state.weights_at_rest import is_at_rest
 from .kept_prompts import KeptPrompt
 from .program_products import running
@@ -281,6 +280,13 @@ class Bound:
     ) -> list[Any]:
         """Run a variant beside the block alone, and rely on it from now on if it has its bits: in
         every tier a model gives the same bits at each call."""
+
+        def conclude(same: bool, informative: bool) -> None:
+            if same:
+                variant.trusted = informative
+            elif informative:
+                self._refuse(variant, taken, ahead, DIFFERS)
+
         given = alone[len(self.places) :]
         expected = self.alone.outputs(alone, keeping=False)
         try:
@@ -289,33 +295,14 @@ class Bound:
             if ahead is not None and self.exact:
                 # in the other tiers it is not rounded as op by op; the next block compares its own
                 wanted += ahead.border.head_by_ops(ahead.reads(expected, given))
-            found = outputs[: len(wanted)]
-            flags = comparisons.flags_of(found, wanted) if comparisons.can_wait() else None
-            if flags is None:
-                same = equal(found, wanted)
+            known = comparisons.compare(outputs[: len(wanted)], wanted, outputs, conclude)
         except torch.OutOfMemoryError:
             self._refuse(variant, taken, ahead, NO_MEMORY)
             return expected
-        if flags is not None:
-            values = Uninformative()
-            values.look_at("", outputs)
-
-            def conclude(same: bool, informative: bool) -> None:
-                if same:
-                    variant.trusted = informative
-                elif informative:
-                    self._refuse(variant, taken, ahead, DIFFERS)
-
-            comparisons.defer(comparisons.Deferred(flags, [values], conclude))
-            # what it did for the next block is compared there, too, before anything relies on it
-            outputs[: len(expected)] = expected
-        elif not same:
-            self._refuse(variant, taken, ahead, DIFFERS)
+        if known and not variant.trusted:
             return expected
-        else:
-            variant.trusted = informative(*outputs)
-            if not variant.trusted:
-                return expected
+        # what it did for the next block is compared there, too, before anything relies on it
+        outputs[: len(expected)] = expected
         return outputs if ahead is None else self._handed_on(outputs, given, ahead)
 
     def _refuse(
