@@ -60,7 +60,7 @@ class Comparison:
     eager: Forward
     args: Any
     kwargs: Any
-    settled: Callable[[Comparison], None]  # called when what waits for the GPU is known
+    settled: Callable[[Comparison], None]  # called when a deferred one is concluded
     waits: bool = False  # whether the outcome is not known yet
     verdict: Verdict | None = None  # None if the values prove nothing, or the module has state
     uninformative: Uninformative = field(default_factory=Uninformative)
@@ -179,7 +179,8 @@ class Comparison:
         """Leave it to the end of the model's forward to ask whether the results are the same. If
         they turn out to differ, the next call looks for what differs."""
         patch: Any = self.fused
-        recorded = patch.patch.signature is not None  # else blocks compare what is done ahead
+        # a recipe's block offers work to the next one with the very tensor that its kernels return
+        recorded = patch.patch.signature is not None
         if not recorded or self.key in self.record.differed or not comparisons.can_wait():
             return False
         flags = comparisons.flags_of(result, expected)

@@ -42,7 +42,7 @@ class ModuleRecord:
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     # calls per signature that have given no verdict so far
     uninformative: Counter[Any] = field(default_factory=Counter)
-    # signatures at which a result differed when nobody waited for the comparison
+    # signatures at which a deferred comparison has found a difference
     differed: set[Any] = field(default_factory=set)
 
     @staticmethod
