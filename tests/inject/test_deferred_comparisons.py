@@ -151,7 +151,7 @@ def test_another_size_is_compared_without_waiting(asked, counted):
     model, inputs, others = Model().eval(), latents(), latents(5)
     expected = run(model, others)
     kw.inject(model)
-    for given in (inputs, inputs, others, others):
+    for given in (inputs, inputs, others, others, others):
         result = run(model, given)
     assert same(result, expected)
     assert len(asked) == 4

@@ -58,7 +58,7 @@ def prompt(batch=2, tokens=5, padding=0):
 
 
 def new_cache(model, kind=None):
-    return (kind or transformers.StaticCache)(config=model.config, max_cache_len=48)
+    return (kind or transformers.StaticCache)(config=model.config, max_cache_len=64)
 
 
 def steps(model, cache, tokens=5, count=6, each=1):
@@ -123,17 +123,20 @@ def test_the_cache_is_eagers_after_each_step(calls, family, numerics):
         for layer, own in zip(state, theirs, strict=True):
             torch.testing.assert_close(layer, own, rtol=1e-4, atol=1e-4)
             assert torch.equal(layer[2], own[2])
-    assert written(calls, cache) == 2 * 5  # of both layers, after the prompt
+    # of both layers, after the prompt; the first step is not compared yet
+    assert written(calls, cache) == 2 * (4 if numerics == "exact" else 5)
 
 
-@pytest.mark.parametrize(("tokens", "each", "fused"), [(17, 17, 0), (16, 16, 2), (1, 1, 2)])
-def test_a_few_tokens_at_a_time_are_decoded(calls, tokens, each, fused):
-    """A prompt that is as long as a step has its layout, and makes the cache: it comes first."""
+@pytest.mark.parametrize(("tokens", "count", "fused"), [(17, 3, 0), (16, 3, 2), (1, 2, 2)])
+def test_a_few_tokens_at_a_time_are_decoded(calls, tokens, count, fused):
+    """A prompt that is as long as a step has its layout, and makes the cache: it comes first. The
+    first step after it is a further shape, which is compared at the next, but for one token: zero
+    angles of a prompt of one token prove nothing, so there is no other shape."""
     model = model_of("Llama", **FULL)
     cache = new_cache(model)
-    want = steps(model, new_cache(model), tokens, 2, each)
+    want = steps(model, new_cache(model), tokens, count, tokens)
     with kw.injected(model):
-        assert same(steps(model, cache, tokens, 2, each), want)
+        assert same(steps(model, cache, tokens, count, tokens), want)
     assert written(calls, cache) == fused
 
 

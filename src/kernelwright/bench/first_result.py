@@ -2,7 +2,8 @@
 
 Each is measured in a process of its own, `python -m kernelwright.bench.first_result PRESET`: it
 builds the model, then times everything from `inject` to the end of the first forward, and then the
-first and the second forward at another size.
+first four forwards at another size. Of these `exact` runs the first as it is, compares in the
+second, and tries what it does across blocks in the third.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ..measure.configs import configured
 # how to make another size of a preset: the first of these that it has, and what to add to it
 OTHER = {"frames": 8, "tokens": 64, "width": 64, "batch": 1}
 
+OTHERS = ("other_first_s", "other_second_s", "other_third_s", "other_fourth_s")
+
 # every cache in which a first forward could find kernels of an earlier run
 CACHES = {
     "KERNELWRIGHT_CACHE": "kernelwright",
@@ -47,8 +50,8 @@ def cold_and_warm(
     sizes: Mapping[str, int],
     layers: int | None = None,
 ) -> dict[str, float]:
-    """`cold_s` with empty caches; `warm_s` with the caches of that run, and `other_first_s` and
-    `other_second_s` of the same process at another size."""
+    """`cold_s` with empty caches; `warm_s` with the caches of that run, and `other_first_s` to
+    `other_fourth_s` of the same process at another size."""
     command = [
         *(sys.executable, "-m", "kernelwright.bench.first_result", preset, "--config", config),
         *("--device", device, "--dtype", str(dtype).removeprefix("torch.")),
@@ -80,8 +83,8 @@ def first_seconds(
     layers: int | None = None,
     **sizes: int,
 ) -> dict[str, float]:
-    """Seconds of `inject` and the first forward of a new model; then of the first and the second
-    forward at another size."""
+    """Seconds of `inject` and the first forward of a new model; then of each of the first four
+    forwards at another size."""
     build: dict[str, Any] = {"tiny": tiny, "device": device, "dtype": dtype}
     model = models.build(preset, layers=layers, **build)
     inputs = models.inputs(preset, **{**build, **sizes})
@@ -100,12 +103,8 @@ def first_seconds(
             torch.cuda.synchronize()
         begin = time.perf_counter()
         run, _ = configured(model, config, stack)
-        for label, given in (
-            ("first_s", inputs),
-            ("other_first_s", others),
-            ("other_second_s", others),
-        ):
-            run(**given)
+        for label in ("first_s", *OTHERS):
+            run(**(others if label in OTHERS else inputs))
             if gpu:
                 torch.cuda.synchronize()
             seconds[label] = time.perf_counter() - begin

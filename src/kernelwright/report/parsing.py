@@ -50,7 +50,7 @@ def _model(row: Values, head: Values) -> ModelRow:
         cold_s=row.maybe("cold_s"),
         warm_s=row.maybe("warm_s"),
         other_first_s=row.maybe("other_first_s"),
-        other_second_s=row.maybe("other_second_s"),
+        other_last_s=row.maybe("other_fourth_s") or row.maybe("other_second_s"),
         peak_gib=row.maybe("peak_gib"),
         steady_reserved_gib=row.maybe("steady_reserved_gib"),
         replaced=None if replaced is None else row.count("replaced"),

@@ -97,7 +97,7 @@ class ModelRow:
     cold_s: float | None
     warm_s: float | None
     other_first_s: float | None
-    other_second_s: float | None
+    other_last_s: float | None  # the fourth forward at another size, of older rows the second
     peak_gib: float | None
     steady_reserved_gib: float | None
     replaced: int | None

@@ -33,7 +33,7 @@ class _Running(threading.local):
     dependencies: list[Tensor] | None = None  # tensors that such values were computed from
     phase: int = 0
     relocations: int = 0
-    differences: int = 0
+    left: tuple[int, str] = 0, ""
 
 
 _running = _Running()
@@ -70,15 +70,14 @@ def relocations() -> int:
     return _running.relocations
 
 
-def differed() -> None:
-    """Report that a block of the running model differs from eager: the next call looks for what
-    does, which a capture would not."""
-    _running.differences += 1
+def leave_for_next_call(what: str) -> None:
+    """Report that the next call of the running model does something that a capture would not."""
+    _running.left = _running.left[0] + 1, what
 
 
-def differences() -> int:
-    """How often this thread has reported that."""
-    return _running.differences
+def left_for_next_call() -> tuple[int, str]:
+    """How often this thread has reported that, and what last."""
+    return _running.left
 
 
 def capturing() -> bool:

@@ -30,8 +30,8 @@ from .capture import (
     NOTHING_READ,
     Captured,
     capturing,
-    differences,
     keep,
+    left_for_next_call,
     relocations,
 )
 from .key import Call, check_surroundings, listed
@@ -45,7 +45,6 @@ FAILURES_REMEMBERED = 64
 # may be, and how many times as far a replay may be from it
 REPEATS, ROUNDING, AS_NEAR = 3, 2**-5, 4.0
 WRITES = "it writes to its buffers"
-DIFFERED = "what differs from eager is looked for first"
 WEIGHTS_CHANGED = "weights were written to"
 GRADIENTS = "gradients are recorded"
 
@@ -102,7 +101,7 @@ class Graphs:
                 return result
         except Refusal as reason:
             self._count(str(reason))
-        before, differed = relocations(), differences()
+        before, left = relocations(), left_for_next_call()
         states = generator_states(args, kwargs)
         written = self._versions_of_buffers(model)
         result = forward(model, *args, **kwargs)
@@ -112,8 +111,8 @@ class Graphs:
             self._forget_warm_calls(model, DRAWS)
         elif written != self._versions_of_buffers(model):
             self._forget_warm_calls(model, WRITES)
-        elif differed != differences():
-            self._forget_warm_calls(model, DIFFERED)
+        elif left != left_for_next_call():
+            self._forget_warm_calls(model, left_for_next_call()[1])
         return result
 
     @property

@@ -89,6 +89,8 @@ def summary(report: Record) -> str:
         text += f"; {count} layers not in fp8: {why}"
     if uninformative := sum(len(c.uninformative) for c in report.checkers):
         text += f"; {uninformative} modules stay eager until their values are not all zeros or NaN"
+    if postponed := sum(len(c.postponed) for c in report.checkers):
+        text += f"; {postponed} modules ran as they are at a further shape, until it comes again"
     return text + "."
 
 

@@ -53,6 +53,8 @@ class Findings:
     misfits: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
     # modules not compared yet because their values were zeros or NaN
     uninformative: WeakKeyDictionary[nn.Module, bool] = field(default_factory=WeakKeyDictionary)
+    # modules that were called once at a further shape, and are compared when it comes again
+    postponed: WeakKeyDictionary[nn.Module, bool] = field(default_factory=WeakKeyDictionary)
     # (class, how its modules run while gradients are recorded), and how many blocks do so
     gradients: Counter[tuple[str, str]] = field(default_factory=Counter)
     # classes of which one module has been compared

@@ -4,6 +4,10 @@
 error of both against a float32 run of the same weights: one module of each class in the first
 forward, and with `verify=True` every module at every new shape.
 
+A module that has been compared runs its own forward at the first call with a further shape, and is
+compared at the second: many a shape comes once, as that of most prompts of a language model, and
+then a comparison, and recording a block before it, would take longer than it could save.
+
 A verdict holds for one signature of the inputs, one setting of PyTorch's switches and one state of
 the module (`State`). If any of them changes, there is another first sight.
 """
@@ -20,7 +24,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ...backends.torch_internals import dispatch_modes, needs_torch_ops
-from ..graphs.capture import capturing
+from ..graphs.capture import capturing, leave_for_next_call
 from ..graphs.host_reads import reading
 from ..runtime import model_run, work_ahead
 from ..runtime.gradients import gives_gradients, records_gradients
@@ -34,6 +38,7 @@ from .verdicts import ModuleRecord, Verdict
 
 # verdicts per module: a service that keeps getting new shapes must not grow without bound
 MAX_SIGNATURES = 1024
+POSTPONED = "a further shape is compared first"
 # states kept per module: users who toggle a setting come back to an earlier one
 MAX_STATES = 4
 
@@ -143,6 +148,10 @@ class Checker(Findings):
         captured = capturing() or reading()
         if captured or on_meta(args, kwargs) or dispatch_modes():
             return run_eager(module, eager, args, kwargs)
+        if self._comes_once_so_far(record, key, fused):
+            leave_for_next_call(POSTPONED)
+            self.postponed[module] = True
+            return run_eager(module, eager, args, kwargs)
         if fused.patch.signature is not None:  # type: ignore[attr-defined]
             work_ahead.forget()  # it is compared alone first
         settle = partial(self._settle, module, record, key)
@@ -168,8 +177,22 @@ class Checker(Findings):
             record.uninformative.pop(key, None)
             record.differed.discard(key)
             self.uninformative.pop(module, None)
+            self.postponed.pop(module, None)
         elif comparison.uninformative:
             self.uninformative[module] = True
+
+    def _comes_once_so_far(self, record: ModuleRecord, key: Any, fused: Any) -> bool:
+        """Whether inputs of this signature come for the first time to a module that was compared
+        at others. What takes no comparison and no recording need not wait."""
+        if self.numerics != "exact" and fused.patch.signature is None:
+            return False
+        signed, *_ = key
+        if signed in record.came:
+            return False
+        if len(record.came) >= MAX_SIGNATURES:
+            record.came.clear()
+        record.came.add(signed)
+        return bool(record.verdicts)
 
     def _report_once(self, module: nn.Module, record: ModuleRecord, args: Any, kwargs: Any) -> None:
         if None not in record.verdicts:

@@ -42,6 +42,8 @@ class ModuleRecord:
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     # calls per signature that have given no verdict so far
     uninformative: Counter[Any] = field(default_factory=Counter)
+    # signatures of inputs that have come at least once
+    came: set[Any] = field(default_factory=set)
     # signatures at which a deferred comparison has found a difference
     differed: set[Any] = field(default_factory=set)
 
