@@ -135,10 +135,12 @@ class CublasLt:
         self.ran = number
         if "cublasLtMatmul" in self.answers:
             return self.answers["cublasLtMatmul"]
-        assert wanted[3] == 1
         first, second, out = (
             self._columns(*matrix) for matrix in ((a, a_is), (b, b_is), (d, d_is))
         )
+        # the columns of `first` are rows of the weight if it is marked as transposed, else columns
+        first = first if wanted.get(3) else first.t()
+        second = second.t() if wanted.get(4) else second
         bias = None
         if wanted.get(7):
             bias = _memory(wanted[8], len(first), first.dtype)

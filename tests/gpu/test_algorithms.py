@@ -112,7 +112,12 @@ for number in range(300):
     rows, outputs, width = size(40_000), size(30_000), size(20_000)
     dtype = (torch.bfloat16, torch.float16)[number % 2]
     how = {"biased": number % 3 > 0, "gelu": number % 3 > 1}
-    shape = cublaslt.Shape(rows - 1, outputs, width, width, width, dtype, **how)
+    x_stride = weight_stride = width
+    if number % 3 == 0:  # the products of a backward have no bias
+        how |= {"x_across": number % 2 > 0, "weight_across": True}
+        rows += 1
+        x_stride, weight_stride = rows if number % 2 else width, outputs
+    shape = cublaslt.Shape(rows - 1, outputs, width, x_stride, weight_stride, dtype, **how)
     found = cublaslt.Product(library, shape).algorithms(256 if how["biased"] else 0)
     assert found
     asked |= {configurations.of(library.functions, a.found) for a in found}
@@ -244,3 +249,31 @@ def test_torch_compile_sees_linear_itself():
     linear(x, weight, bias)
     compiled = torch.compile(linear, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x, weight, bias), F.linear(x, weight, bias))
+
+
+# of a gradient [rows, outputs] by a weight [outputs, width], and of it transposed by an activation
+BACKWARDS = {
+    "ltx last": (5376, 8192, 2048),
+    "flux": (4608, 3072, 12288),
+    "llama": (4096, 4096, 14336),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_new_data_has_the_bits_of_the_products_of_a_backward(name, of_weight):
+    rows, width, outputs = BACKWARDS[name]
+
+    def drawn(seed):
+        gradient = random(rows, outputs, seed=seed)
+        if of_weight:
+            return gradient.t(), random(rows, width, seed=seed + 1)
+        return gradient, random(outputs, width, seed=seed + 1)
+
+    algorithms.mm(*drawn(0))
+    chosen()
+    for seed in (10, 20):
+        given = drawn(seed)
+        got, expected = algorithms.mm(*given), torch.mm(*given)
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()

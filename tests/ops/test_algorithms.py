@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from cublaslt_on_cpu import NOT_SUPPORTED, Known, decided, operands
 
-from kernelwright.ops.linear import algorithms, choosing, cublaslt
+from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
 from kernelwright.ops.linear.algorithms import linear
+from kernelwright.ops.linear.configurations import Configuration
 from kernelwright.ops.linear.plain import plain, plain_into
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -60,8 +61,8 @@ def test_a_result_that_was_not_written_is_no_result(pretend):
     assert library.launched[-1][0] == 0
 
 
-def test_less_than_two_percent_is_no_reason(pretend):
-    library = pretend(Known(99), Known(98.5))
+def test_less_than_a_percent_is_no_reason(pretend):
+    library = pretend(Known(99.5), Known(99.2))
     x, weight, bias = operands()
     for _ in range(2):
         linear(x, weight, bias)
@@ -69,7 +70,7 @@ def test_less_than_two_percent_is_no_reason(pretend):
     before = len(library.launched)
     linear(x, weight, bias)
     assert len(library.launched) == before
-    assert "2% faster" in algorithms.describe()
+    assert "1% faster" in algorithms.describe()
 
 
 def test_ways_are_timed_in_turns_and_by_their_medians(monkeypatch):
@@ -104,6 +105,26 @@ def test_ways_are_timed_in_turns_and_by_their_medians(monkeypatch):
     assert order == list("aababab")
 
 
+def test_what_needs_less_power_is_taken_though_it_reads_slower(pretend):
+    """A model keeps the GPU at its power limit, where small tiles lose what they gain before."""
+    mine, small = Configuration(24, 7, 5), Configuration(20, 1, 3)
+    library = pretend(
+        Known(100, of=mine), Known(95, of=small), Known(97, of=configurations.MORE[0])
+    )
+    x, weight, bias = operands()
+    for _ in range(2):
+        linear(x, weight, bias)
+    assert library.launched[-1][0] == 2
+    power = configurations.POWER
+    assert decided().us == pytest.approx(97 * power[configurations.MORE[0]] / power[mine])
+    # in another version the numbers may mean other kernels
+    library = pretend(Known(100, of=mine), Known(95, of=small), version=130_200)
+    for _ in range(2):
+        linear(x, weight, bias)
+    assert library.launched[-1][0] == 1
+    assert decided().us == 95
+
+
 def test_zeros_decide_nothing_but_that(pretend):
     library = pretend(Known(10, adds=0))
     x, weight, bias = operands()
@@ -133,11 +154,15 @@ def test_what_cublaslt_could_not_do_is_left_out(pretend):
 
 def test_a_long_product_is_tried_in_fewer_ways_or_in_none(pretend):
     x, weight, bias = operands()
-    # 4 x (itself and 2 others) of 5 ms each are 60 ms
-    library = pretend(*(Known(4_000) for _ in range(8)), torch_us=5_000)
+    # 3 x (itself and 8 others) of 5 ms each are 27 calls
+    library = pretend(*(Known(4_000) for _ in range(12)), torch_us=5_000)
+    linear(x, weight, bias)
+    assert {number for number, _ in library.launched} == set(range(8))
+    # 3 x (itself and 2 others) of 20 ms each are less than 200 ms, with 3 they are more
+    library = pretend(*(Known(19_000) for _ in range(12)), torch_us=20_000)
     linear(x, weight, bias)
     assert {number for number, _ in library.launched} == {0, 1}
-    library = pretend(Known(10_000), torch_us=20_000)
+    library = pretend(Known(10_000), torch_us=40_000)
     linear(x, weight, bias)
     assert not library.launched
     assert "too long" in decided().why
@@ -254,7 +279,7 @@ def test_another_number_of_rows_tries_the_winner_alone(pretend):
 
 
 def test_where_none_was_faster_another_number_of_rows_tries_none(pretend):
-    library = pretend(Known(100), Known(99))
+    library = pretend(Known(100), Known(99.5))
     _, weight, bias = operands()
     linear(torch.randn(8, 32, dtype=torch.bfloat16), weight, bias)
     library.launched.clear()
@@ -308,3 +333,32 @@ def test_torch_gives_the_same_in_memory_that_is_there(how):
     out = torch.empty_like(expected)
     plain_into(out, x, weight, bias, how == "gelu")
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("a_across", "b_across"), [(False, False), (True, False), (False, True)])
+def test_a_product_of_matrices_that_lie_across(pretend, a_across, b_across, dtype):
+    """Those of a backward: a gradient by a weight, and a transposed gradient by an activation."""
+    library = pretend(Known(100), Known(80))
+
+    def drawn(rows, columns, across):
+        return (
+            torch.randn(columns, rows, dtype=dtype).t()
+            if across
+            else torch.randn(rows, columns, dtype=dtype)
+        )
+
+    for _ in range(2):
+        a, b = drawn(24, 40, a_across), drawn(40, 16, b_across)
+        got, expected = algorithms.mm(a, b), torch.mm(a, b)
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()
+    assert library.launched[-1] == (1, None)
+
+
+def test_a_matrix_with_gaps_both_ways_is_left_to_pytorch(pretend):
+    pretend(Known(10))
+    b = torch.randn(80, 64).bfloat16()[::2, ::2]
+    a = torch.randn(24, 40).bfloat16()
+    assert torch.equal(algorithms.mm(a, b), torch.mm(a, b))
+    assert "gaps" in decided().why

@@ -12,15 +12,16 @@ from kernelwright.ops.linear.algorithms import linear
 
 
 def test_a_configuration_that_is_not_named_is_asked_for_and_taken(pretend):
+    mine = configurations.Configuration(tile=248, option=7, cluster=5)
     first, other, *unknown = configurations.MORE
-    mine = configurations.Configuration(tile=24, option=7, cluster=5)
     library = pretend(Known(100, of=mine), Known(97, of=first), Known(90, of=other, named=False))
     x, weight, bias = operands()
     for _ in range(2):
         assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
     assert library.launched[-1][0] == 2
     assert library.checked == [other, *unknown]  # the named one was not asked for again
-    assert decided().us == 90
+    power = configurations.POWER
+    assert decided().us == pytest.approx(90 * power[other] / power[mine])
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_another_cublaslt_or_gpu_is_never_asked_for_what_it_does_not_name(
     pretend, version, capability
 ):
     """A later patch may number them otherwise, and nothing catches a division by zero."""
-    mine, *others = (configurations.Configuration(24, 7, 5), *configurations.MORE)
+    mine, *others = (configurations.Configuration(248, 7, 5), *configurations.MORE)
     known = [Known(100, of=mine), *(Known(10, of=other, named=False) for other in others)]
     library = pretend(*known, version=version, capability=capability)
     touched = []
@@ -59,7 +60,7 @@ def test_another_cublaslt_or_gpu_is_never_asked_for_what_it_does_not_name(
 
 
 def test_a_cublaslt_that_does_not_say_its_version_is_not_asked(pretend):
-    library = pretend(Known(100, of=configurations.Configuration(tile=24, option=7, cluster=5)))
+    library = pretend(Known(100, of=configurations.Configuration(tile=248, option=7, cluster=5)))
     library.cublasLtGetVersion = None
     linear(*operands())
     assert not library.checked

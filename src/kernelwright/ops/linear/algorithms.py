@@ -2,9 +2,9 @@
 with GELU in its epilogue.
 
 PyTorch takes the first algorithm that cuBLASLt's heuristic returns. On a GPU at its power limit
-that is not always the fastest: gate and up of Llama-3-8B as one GEMM (4096 x 4096 to 28672,
-bfloat16) took 1482 us on an H200, and 1366 by another of the 8 it returns, with the same bits. See
-`configurations` for algorithms that it does not return.
+that is not always the fastest: 35552 x 3072 to 12288 (bias, bfloat16) takes 4083 us on an H200, and
+3930 by another that has the same bits. See `choosing` for how it is found, and `configurations` for
+algorithms that the heuristic does not return.
 
 KERNELWRIGHT_CUBLASLT=0 in the environment leaves every GEMM to PyTorch.
 """
@@ -96,6 +96,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = F
         why = f"cublasLtMatmul answered with status {status}"
         _decisions[key] = replace(decision, way=None, why=why)
     return plain(x, weight, bias, gelu)
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """torch.mm(a, b), bit for bit, as `linear` computes products with a transposed matrix.
+
+    >>> mm(torch.ones(1, 2), torch.tensor([[0.5], [0.25]]))
+    tensor([[0.7500]])
+    """
+    return linear(a, b.t())
 
 
 @contextmanager

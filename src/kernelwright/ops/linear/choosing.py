@@ -1,4 +1,8 @@
-"""Finds the fastest cuBLASLt algorithm that gives PyTorch's bits, on a call's own data."""
+"""Finds the fastest cuBLASLt algorithm that gives PyTorch's bits, on a call's own data.
+
+A few readings show its time on a GPU that is not yet at its power limit. A model keeps it there, so
+each time is multiplied by what its kernel is known to lose at the limit (`configurations.POWER`).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,12 @@ from . import configurations
 from .cublaslt import ALIGNMENT, TYPES, Algorithm, Found, Library, Product, Refused, Shape, load
 from .plain import plain_into
 
-# the time to spend on one choice: ten or twenty of them delay a first result unnoticeably
-MICROSECONDS = 60_000
-ROUNDS, LEAST_ROUNDS = 5, 3
+# the time to spend on one choice: ten or twenty of them delay a first result unnoticeably. Of long
+# GEMMs as long as this many calls take, if that is not too long
+MICROSECONDS, CALLS, MOST_MICROSECONDS = 60_000, 27, 200_000
+ROUNDS, LEAST_ROUNDS = 5, 2
 # smaller gains are within the noise of two readings of one algorithm
-GAIN = 1.02
+GAIN = 1.01
 # an operand with a smaller share of non-zeros cannot distinguish summation orders
 TELLING = 1 / 16
 SAMPLE = 1024  # rows in which non-zeros are counted
@@ -39,7 +44,7 @@ class Way:
         # torch.empty takes 1.5 times as long
         make = torch.empty_strided
         self.room = functools.partial(make, shape, strides, dtype=x.dtype, device=x.device)
-        self.found = algorithm.found
+        self.found, self.power = algorithm.found, algorithm.power
         self._launch = algorithm.launch
         self._workspace = algorithm.workspace
         self._device = x.get_device()
@@ -63,7 +68,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Decision:
-    """What computes the GEMMs of one signature: `way`, or F.linear if that is None, and why."""
+    """What computes the GEMMs of one signature: `way`, or F.linear if that is None, and why. `us`:
+    what was read, times what its kernel loses at the GPU's power limit against PyTorch's."""
 
     product: str
     why: str
@@ -110,14 +116,18 @@ def _fastest(
     product: str, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected: Tensor
 ) -> Decision:
     shape = _shape(x, weight, bias, gelu, expected)
-    found = _candidates(shape, 0 if bias is None else bias.data_ptr(), x.get_device())
+    bias_at, device = 0 if bias is None else bias.data_ptr(), x.get_device()
+    described = Product(_library(device), shape)
+    found = _candidates(described, shape, bias_at, device)
+    torch_power = described.torch_power(bias_at)
     if not (_tells(x) and _tells(weight)):
         raise Refused("it was first asked for with zeros, on which all agree")
     out = torch.empty_like(expected)
     by_torch = functools.partial(plain_into, out, x, weight, bias, gelu)
     begin = time.perf_counter()
     (once,) = readings([by_torch], 1)
-    most = int(MICROSECONDS / once / (1 + LEAST_ROUNDS)) - 1
+    budget = min(max(MICROSECONDS, CALLS * once), MOST_MICROSECONDS)
+    most = int(budget / once / (1 + LEAST_ROUNDS)) - 1
     if most < 1:
         raise Refused("it takes too long to try others")
     ways, failed = [], 0
@@ -133,11 +143,12 @@ def _fastest(
         raise Refused(f"none of {len(found[:most])} others gives its bits{why}")
     timed: list[Callable[[], Any]] = [by_torch]
     timed += [functools.partial(way.into, out, x, weight, bias) for way in ways]
-    left = MICROSECONDS - (time.perf_counter() - begin) * 1e6
+    left = budget - (time.perf_counter() - begin) * 1e6
     rounds = min(ROUNDS, int(left / once / len(timed)))
     torch_us, *times = readings(timed, max(LEAST_ROUNDS, rounds))
-    us, best = min(zip(times, range(len(ways)), strict=True))
-    family = _family(shape, x.get_device())
+    at_limit = (us * way.power / torch_power for us, way in zip(times, ways, strict=True))
+    us, best = min(zip(at_limit, range(len(ways)), strict=True))
+    family = _family(shape, device)
     if us * GAIN > torch_us:
         _winners[family] = shape.rows, None
         why = f"none of {len(ways)} others is {GAIN - 1:.0%} faster"
@@ -146,10 +157,9 @@ def _fastest(
     return Decision(product, "faster", ways[best], torch_us, us)
 
 
-def _candidates(shape: Shape, bias: int, device: int) -> list[Algorithm]:
+def _candidates(product: Product, shape: Shape, bias: int, device: int) -> list[Algorithm]:
     """All algorithms; or the winner for a similar number of rows and weights of this shape, so that
     another image size does not try all of them again."""
-    product = Product(_library(device), shape)
     rows, found = _winners.get(_family(shape, device), (0, None))
     if not rows <= 2 * shape.rows <= 4 * rows:
         return product.algorithms(bias)
@@ -179,25 +189,36 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, expected:
         raise Refused("its operands lie on several devices")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise Refused("its bias is spread over more than the rows")
-    if any(t.stride(-1) != 1 for t in operands) or not expected.is_contiguous():
+    if (bias is not None and bias.stride(0) != 1) or not expected.is_contiguous():
         raise Refused("its rows have gaps")
     try:
         rows = x.view(-1, x.shape[-1])
     except RuntimeError:
         raise Refused("its rows do not lie evenly apart") from None
-    strides = rows.stride(0), weight.stride(0)
-    if any(s < x.shape[-1] or s * x.itemsize % ROW_BYTES for s in strides):
-        raise Refused(f"its rows do not begin at multiples of {ROW_BYTES} bytes")
+    (x_stride, x_across), (weight_stride, weight_across) = map(_lies, (rows, weight))
     return Shape(
         rows=len(rows),
         outputs=len(weight),
         width=x.shape[-1],
-        x_stride=strides[0],
-        weight_stride=strides[1],
+        x_stride=x_stride,
+        weight_stride=weight_stride,
         dtype=x.dtype,
         biased=bias is not None,
         gelu=gelu,
+        x_across=x_across,
+        weight_across=weight_across,
     )
+
+
+def _lies(matrix: Tensor) -> tuple[int, bool]:
+    """How far apart the rows of a matrix begin; or its columns, if it lies across."""
+    across = matrix.stride(1) != 1
+    if across and matrix.stride(0) != 1:
+        raise Refused("its rows have gaps")
+    stride, length = matrix.stride(int(across)), matrix.shape[int(not across)]
+    if stride < length or stride * matrix.itemsize % ROW_BYTES:
+        raise Refused(f"its rows do not begin at multiples of {ROW_BYTES} bytes")
+    return stride, across
 
 
 def _tells(operand: Tensor) -> bool:

@@ -29,7 +29,7 @@ BIASES = 1024
 # numbers from cublasLt.h and library_types.h
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 FLOAT32, SUM_IN_FLOAT32 = 0, 68
-TRANSPOSE_FIRST, EPILOGUE, BIAS_ADDRESS = 3, 7, 8
+TRANSPOSE_FIRST, TRANSPOSE_SECOND, EPILOGUE, BIAS_ADDRESS = 3, 4, 7, 8
 TRANSPOSED, ADD_BIAS, ADD_BIAS_AND_GELU = 1, 4, 36
 MOST_WORKSPACE = 1
 
@@ -59,7 +59,8 @@ class Owned(c_void_p):
 @dataclass(frozen=True)
 class Shape:
     """x [rows, width] by weight [outputs, width], with their row strides in elements. `gelu`: its
-    tanh form after the bias."""
+    tanh form after the bias. One that lies `across` is in memory as its transpose, and its stride
+    is that between columns."""
 
     rows: int
     outputs: int
@@ -69,6 +70,8 @@ class Shape:
     dtype: torch.dtype
     biased: bool
     gelu: bool = False
+    x_across: bool = False
+    weight_across: bool = False
 
 
 def load() -> Any:
@@ -125,8 +128,12 @@ class Product:
             sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(apart)
             return library.make("MatrixLayout", kind, *sizes)
 
-        self.weight = layout(shape.width, shape.outputs, shape.weight_stride)
-        self.x = layout(shape.width, shape.rows, shape.x_stride)
+        self.across = shape.weight_across, shape.x_across
+        weight, x = (shape.width, shape.outputs), (shape.width, shape.rows)
+        self.weight = layout(
+            *(weight[::-1] if shape.weight_across else weight), shape.weight_stride
+        )
+        self.x = layout(*(x[::-1] if shape.x_across else x), shape.x_stride)
         self.out = layout(shape.outputs, shape.rows, shape.outputs)
         self._descriptions: dict[int, Owned] = {}
 
@@ -143,7 +150,12 @@ class Product:
 
     def _describe(self, bias: int) -> Owned:
         made = self.library.make("MatmulDesc", SUM_IN_FLOAT32, FLOAT32)
-        attributes: dict[int, Any] = {TRANSPOSE_FIRST: ctypes.c_int32(TRANSPOSED)}
+        weight_across, x_across = self.across
+        attributes: dict[int, Any] = {}
+        if not weight_across:
+            attributes[TRANSPOSE_FIRST] = ctypes.c_int32(TRANSPOSED)
+        if x_across:
+            attributes[TRANSPOSE_SECOND] = ctypes.c_int32(TRANSPOSED)
         if self.biased:
             epilogue = ctypes.c_int32(self.epilogue)
             attributes |= {EPILOGUE: epilogue, BIAS_ADDRESS: c_void_p(bias)}
@@ -152,20 +164,24 @@ class Product:
         return made
 
     def algorithms(self, bias: int) -> list[Algorithm]:
-        """The algorithms that cuBLASLt's heuristic returns; after the first, others that may be
-        faster."""
+        """Those that cuBLASLt's heuristic returns, PyTorch's choice first; before the others,
+        configurations that are known to need little power."""
         named = self._named(bias)
-        functions = self.library.functions
+        algorithms = [Algorithm(self, f) for f in named]
         if not self.library.asks:
-            return [Algorithm(self, f) for f in named]
-        known = [configurations.of(functions, f) for f in named]
+            return algorithms
+        functions = self.library.functions
+        known = [a.configuration for a in algorithms]
         more: list[Algorithm] = []
         for other in configurations.MORE if known and known[0] else ():
             if other not in known:
                 found = configurations.changed(functions, named[0], other)
                 more += [] if found is None else self.again(found, bias)
-        algorithms = [Algorithm(self, f) for f in named]
         return [*algorithms[:1], *more, *algorithms[1:]]
+
+    def torch_power(self, bias: int) -> float:
+        """What PyTorch's choice, the first that the heuristic returns, loses at the power limit."""
+        return next((Algorithm(self, found).power for found in self._named(bias)), 1.0)
 
     def again(self, found: Any, bias: int) -> list[Algorithm]:
         """An algorithm that was found for another GEMM, if it can compute this one."""
@@ -206,11 +222,16 @@ class Product:
 
 
 class Algorithm:
-    """One algorithm for a GEMM. `workspace`: the bytes that a launch has to provide."""
+    """One algorithm for a GEMM. `workspace`: the bytes that a launch has to provide.
+    `configuration`: that of its kernel, if it is Hopper's; `power`: what that loses at the GPU's
+    power limit. Both are read only from a cuBLASLt whose numbers are known."""
 
     def __init__(self, product: Product, found: Found) -> None:
         self._product, self.found = product, found
         self.workspace: int = found.workspace
+        functions, known = product.library.functions, product.library.asks
+        self.configuration = configurations.of(functions, found) if known else None
+        self.power = configurations.power(self.configuration) if known else 1.0
         # argument blocks that no launch uses now: two threads never fill the same one
         self._free: list[tuple[tuple[c_void_p, ...], Callable[[], int]]] = []
 
