@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..ops.linear import linear_gelu
+from ..ops.linear import algorithms, linear_gelu
 from . import interpreter
 from .argument_views import Layout, layout, layouts_as_read, lies_in
 from .attention_by_lengths import Lengths, attend, laid_out
@@ -77,6 +77,7 @@ PRODUCTS = (
 )
 ATTENDS = (ATTENTION, PARALLEL_ATTENTION)
 PRODUCTS_OF_TWO = (aten.mm.default, aten.addmm.default)
+BY_ALGORITHMS: dict[Any, Any] = {F.linear: algorithms.linear, torch.mm: algorithms.mm}
 
 
 class OtherShape(Exception):
@@ -118,6 +119,9 @@ class Executable:
     them, rows of a matrix for example: then these need no view. Nothing else may be given the
     results of its early steps or prompts.
 
+    With `by_algorithms` large products of two matrices run by the fastest algorithm that has
+    PyTorch's bits.
+
     `keep_rows` is given what programs store in eight bits: the tensor, its rows and their scales.
     """
 
@@ -131,10 +135,12 @@ class Executable:
         attention: Callable[..., Tensor] = plain_attention,
         as_read: bool = False,
         keep_rows: Callable[[Tensor, Tensor, Tensor], None] = lambda x, rows, scale: None,
+        by_algorithms: bool = False,
     ) -> None:
         self._plan, self._programs, self._products = plan, programs, products
         self._lengths_of, self._launchers = lengths_of, launchers
         self._attention, self._keep_rows = attention, keep_rows
+        self._by_algorithms = by_algorithms
         self.lengths: dict[str, Lengths | str | None] = {}
         self._nodes = {n.name: n for n in plan.graph.nodes}
         self._stored = layouts_as_read(plan) if as_read else {}
@@ -242,6 +248,8 @@ class Executable:
             args = node.args
         else:
             function = F.linear
+        if self._by_algorithms and node.target in PRODUCTS_OF_TWO and _is_large(node):
+            function = BY_ALGORITHMS.get(function, function)
         places = self._places
         arguments = places.arguments(args)
         kwargs = {k: places.reader(v) for k, v in node.kwargs.items()}
@@ -353,6 +361,12 @@ class Executable:
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:
     """The outputs of a planned graph, once."""
     return Executable(plan, programs)(inputs)
+
+
+def _is_large(product: fx.Node) -> bool:
+    """Whether choosing an algorithm for a product of two matrices may pay off."""
+    first = product.args[-2].meta["val"]
+    return 2 * product.meta["val"].numel() * first.shape[-1] >= algorithms.LEAST_FLOP
 
 
 def _is_copied(constant: fx.Node) -> bool:

@@ -18,7 +18,6 @@ from ...fuser.joint_recording import Call, Joint, differentiate
 from ...fuser.launching import Kernels
 from ...fuser.module_twin import twin_of
 from ...fuser.partition import Parted, part
-from ...fuser.planning import Plan
 from ...fuser.program import Program
 from ...fuser.recording import Path, Recording
 from ...fuser.rewriting import drop_factors_of_one, write_out_eps
@@ -49,11 +48,15 @@ class Half:
         launched = {} if device is None else kernels.launched(programs, values, device)
         self.sites = ProgramSites(name, programs, launched, fell_back)
         self.programs = len(programs)
-        self.run = Executable(self.plan, self.sites, launchers=self.sites.launcher, as_read=True)
+        self.run = Executable(self.plan, self.sites, **self._how)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"launchers": self.sites.launcher, "as_read": True, "by_algorithms": True}
 
     def with_results(self, known: dict[str, Any]) -> Executable:
         """The same, with these results instead of calling the ops of these names."""
-        return _Told(self.plan, self.sites, known)
+        return _Told(known, self.plan, self.sites, **self._how)
 
     @property
     def summary(self) -> str:
@@ -63,9 +66,9 @@ class Half:
 class _Told(Executable):
     """Takes the results of some ops as they are given."""
 
-    def __init__(self, plan: Plan, sites: ProgramSites, known: dict[str, Any]) -> None:
+    def __init__(self, known: dict[str, Any], *plan: Any, **how: Any) -> None:
         self._known = known
-        super().__init__(plan, sites, launchers=sites.launcher, as_read=True)
+        super().__init__(*plan, **how)
 
     def _leaf(self, node: fx.Node) -> Any:
         step = super()._leaf(node)
