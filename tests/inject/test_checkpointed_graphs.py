@@ -17,6 +17,7 @@ from inject.training_graphs import (  # noqa: F401
     recordings,
 )
 from inject.training_scenarios import grads, loss_of, same
+from kernelwright.inject.training import blocks
 from kernelwright.inject.training import graphs as training_graphs
 from kernelwright.inject.training.block_graph import BlockGraph
 
@@ -113,8 +114,9 @@ def test_hooks_that_copy_what_autograd_saves():
     assert graphs.on_loan[1].replayed == 1  # when it was captured
 
 
-def test_checkpointed_shapes_take_turns():
+def test_checkpointed_shapes_take_turns(monkeypatch):
     """Graphs, and the memory of their inputs, are not made for every shape that comes along."""
+    monkeypatch.setattr(blocks, "WAITS", 0)
     trained = model(layers=1)
     trained.checkpointing = False
     eager, ours = twice(trained)

@@ -28,7 +28,7 @@ from inject.training_graphs import (  # noqa: F401
 )
 from inject.training_scenarios import grads, loss_of, same, same_gradients
 from kernelwright import models
-from kernelwright.inject.training import block_programs
+from kernelwright.inject.training import block_programs, blocks
 from kernelwright.inject.training import graphs as training_graphs
 from kernelwright.inject.training.block_graph import OTHER_BITS
 
@@ -305,6 +305,7 @@ def longer(seed):
 
 def test_shapes_take_turns(monkeypatch):
     monkeypatch.setattr(training_graphs, "PATIENCE", 3)
+    monkeypatch.setattr(blocks, "WAITS", 0)
     eager, ours, graphs = injected_pair(model(layers=1))
     for seed in range(3):
         same(eager, ours, longer(seed))

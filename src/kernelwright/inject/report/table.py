@@ -71,7 +71,7 @@ def summary(report: Record) -> str:
     findings = report.findings
     misfits = Counter(why for c in report.checkers for why in c.misfits.values())
     if not findings and not misfits:
-        return f"{text}; {_not_compared(report)}."
+        text += f"; {_not_compared(report)}"
     compared = [f for f in findings if f.equal is not None]
     if compared:
         same = sum(bool(f.equal) for f in compared)
@@ -90,7 +90,9 @@ def summary(report: Record) -> str:
     if uninformative := sum(len(c.uninformative) for c in report.checkers):
         text += f"; {uninformative} modules stay eager until their values are not all zeros or NaN"
     if postponed := sum(len(c.postponed) for c in report.checkers):
-        text += f"; {postponed} modules ran as they are at a further shape, until it comes again"
+        text += (
+            f"; {postponed} modules ran as they are at a further shape, until it comes more often"
+        )
     return text + "."
 
 
@@ -101,4 +103,6 @@ def _not_compared(report: Record) -> str:
     models = [m for reference in report.models if (m := reference()) is not None]
     if any(is_compiled(m) for model in models for m in model.modules()):
         return "compiled: what torch.compile runs is not compared with eager"
+    if any(c.gradients for c in report.checkers):
+        return "not run without gradients yet"
     return "not run yet"

@@ -24,6 +24,12 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(map(_key_of, args)), tuple([(k, _key_of(v)) for k, v in kwargs.items()])
 
 
+def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The shapes of the inputs, and the value of what is no tensor."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return tuple([v.shape if isinstance(v, Tensor) else _key_of(v) for v in leaves])
+
+
 def _key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         start = 0 if value.is_meta else value.data_ptr() & 15

@@ -9,6 +9,9 @@ injection, and the report says why.
 The layout of the gradients that a backward is given is not known before. It is taken to be that of
 the results; where that was wrong, autograd finds the gradients of that call, and the next forward
 is prepared for those.
+
+At a further shape a block runs as without injection until that has come WAITS times: the lengths of
+texts are as good as random, and recording and comparing take longer than a few steps save.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...backends.torch_internals import (
     any_autocast,
     dispatch_modes,
+    in_backward,
     pytree,
     saves_through_hooks,
 )
@@ -38,7 +42,7 @@ from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..identify.structure import structure_of
 from ..reuse.programs import MAX_RECORDINGS, places_of
-from ..reuse.recordable import little_to_gain, signature, unknown_constant, waits, why_not
+from ..reuse.recordable import little_to_gain, shapes, signature, unknown_constant, waits, why_not
 from ..runtime import model_run
 from ..runtime.input_key import has_state, number_of, on_meta
 from ..runtime.sites import Forward, eagerly
@@ -56,6 +60,11 @@ MAX_SURPRISES = 4
 # calls for which a block without programs is left alone: looking whether it has changed takes the
 # host as long as its own forward
 LEFT_ALONE = 64
+# calls at a further shape before a block is compared at it
+WAITS = 8
+NOT_LOOKED_AT = f"{EAGER}: not looked at in this call"
+AS_BEFORE = f"{EAGER}: so did the forward that checkpointing runs again"
+WAITING = f"{EAGER}: a further shape, until it has come {WAITS} times"
 
 
 @dataclass(eq=False)
@@ -67,12 +76,27 @@ class _Seen:
     # of the contributions to each input, by number: see BoundBlock
     most: Counter[int] = field(default_factory=Counter)
     bound: dict[Layouts | None, BoundBlock | str] = field(default_factory=dict)
+    as_programs: bool = False  # how it ran last
+    forwards: int = 0  # where autograd saves through hooks
+    again: int = 0  # of these, run again by checkpointing
 
     def surprised(self, fixed: bool, layouts: Layouts) -> None:
         """Expect these layouts from now on, unless the forward has to stay as it is."""
         self.surprises += 1
         if not fixed:
             self.layouts = layouts
+
+    def runs_again(self) -> bool:
+        """Count a call where autograd saves through hooks; whether it is one of checkpointing."""
+        again = in_backward()
+        self.again += again
+        self.forwards += not again
+        return again
+
+    def may_change(self, again: bool) -> bool:
+        """Whether this call, under checkpointing, may run otherwise than the one before: a forward
+        that is run again has to save then what it saved at first."""
+        return self.forwards == 0 if again else self.again >= self.forwards - 1
 
 
 @dataclass(eq=False)
@@ -85,6 +109,8 @@ class _Block:
     left_alone: int = 0  # for how many more calls
     why_left_alone: str = ""
     seen: dict[Any, _Seen] = field(default_factory=dict)
+    shapes: set[Any] = field(default_factory=set)  # that it was compared at
+    calls: Counter[Any] = field(default_factory=Counter)  # at other shapes
 
     @staticmethod
     def of(module: nn.Module) -> _Block:
@@ -101,43 +127,47 @@ class Training:
     graphs: TrainingGraphs | None = None
     _known: WeakKeyDictionary[nn.Module, _Block] = field(default_factory=WeakKeyDictionary)
     _shared: dict[Any, BlockPrograms | str] = field(default_factory=dict)
+    _checkpointing: bool = False  # whether a forward has been run again
 
     def __call__(self, module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
         """The result of a call of which autograd keeps a record."""
+        found = self._programs(module, args, kwargs)
+        if isinstance(found, BoundBlock):
+            return found(args, kwargs)
+        if self.graphs is not None and found not in (NO_BACKWARD, NOT_LOOKED_AT):
+            self.graphs.refuse(found)
+        return run_eager(module, eager, args, kwargs)
+
+    def _programs(self, module: nn.Module, args: Any, kwargs: Any) -> BoundBlock | str:
+        """What a call runs as, or why it runs the block's own forward."""
         if why := self._why_not_now(module):
             self.findings.gradients[type(module).__name__, why] = 1
-            if why != NO_BACKWARD:
-                self._without_graph(why)
-            return run_eager(module, eager, args, kwargs)
+            return why
         known = self._known.get(module)
         if known is not None and known.left_alone > 0:
             known.left_alone -= 1
-            self._without_graph(known.why_left_alone)
-            return run_eager(module, eager, args, kwargs)
+            return known.why_left_alone
         seen = self._seen(module, args, kwargs)
+        changes = not saves_through_hooks() or self._may_change(seen)
+        if not (changes or seen.as_programs):
+            return AS_BEFORE
         found = seen.bound.get(seen.layouts)
-        if found is None and (capturing() or reading() or on_meta(args, kwargs)):
-            # a comparison is no part of a graph, and meta tensors have no values to compare
-            return run_eager(module, eager, args, kwargs)
         if found is None:
+            if capturing() or reading() or on_meta(args, kwargs):
+                # a comparison is no part of a graph, and meta tensors have no values to compare
+                return NOT_LOOKED_AT
+            if changes and self._waits(module, shapes(args, kwargs)):
+                return WAITING
             found = seen.bound[seen.layouts] = self._bind(module, args, kwargs, seen)
             self.findings.gradients[type(module).__name__, str(found)] += 1
-        if isinstance(found, str):
-            left = self._known[module]
-            left.left_alone, left.why_left_alone = LEFT_ALONE, found
-            self._without_graph(found)
-            return run_eager(module, eager, args, kwargs)
-        if seen.surprises > MAX_SURPRISES:
-            why = f"{EAGER}: gradients of another layout at every step"
-            self.findings.gradients[type(module).__name__, why] = 1
-            self._without_graph(why)
-            return run_eager(module, eager, args, kwargs)
-        return found(args, kwargs)
-
-    def _without_graph(self, why: str) -> None:
-        """Note that a block, which runs its own forward, has no graph."""
-        if self.graphs is not None:
-            self.graphs.refuse(why)
+        block = self._known[module]
+        if isinstance(found, str) and not any(s.as_programs for s in block.seen.values()):
+            block.left_alone, block.why_left_alone = LEFT_ALONE, found
+        if seen.surprises > MAX_SURPRISES and changes and isinstance(found, BoundBlock):
+            found = f"{EAGER}: gradients of another layout at every step"
+            self.findings.gradients[type(module).__name__, found] = 1
+        seen.as_programs = isinstance(found, BoundBlock)
+        return found
 
     def _why_not_now(self, module: nn.Module) -> str | None:
         if not isinstance(module, self.kinds):
@@ -176,6 +206,27 @@ class Training:
                 known.seen.clear()
             found = known.seen[number] = _Seen()
         return found
+
+    def _may_change(self, seen: _Seen) -> bool:
+        """Whether a call where autograd saves through hooks may run otherwise than the last."""
+        again = seen.runs_again()
+        self._checkpointing = self._checkpointing or again
+        return not self._checkpointing or seen.may_change(again)
+
+    def _waits(self, module: nn.Module, shape: Any) -> bool:
+        """Whether a block that has no programs at this shape is not compared at it yet."""
+        block = self._known[module]
+        if block.shapes and shape not in block.shapes:
+            if len(block.calls) >= MAX_RECORDINGS:
+                block.calls.clear()
+            block.calls[shape] += 1
+            if block.calls[shape] <= WAITS:
+                self.findings.postponed[module] = True
+                return True
+            del block.calls[shape]
+        block.shapes.add(shape)
+        self.findings.postponed.pop(module, None)
+        return False
 
     def _bind(self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen) -> BoundBlock | str:
         """Programs that were compared for this block, or why it has none."""
