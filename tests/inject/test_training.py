@@ -23,6 +23,7 @@ from inject.trained import (
     with_lora,
 )
 from inject.training_graphs import UnkindGraphs
+from inject.training_scenarios import same_gradients
 from kernelwright import models
 from kernelwright.inject.graphs import graphs as graphs_module
 from kernelwright.inject.reuse.program_sites import ProgramSites
@@ -121,10 +122,11 @@ def test_a_gradient_of_another_layout():
     assert runs_as_programs(report)
 
 
-def test_gradients_whose_layout_always_changes_are_left_to_eager():
+@pytest.mark.parametrize("checkpointing", [False, None])
+def test_gradients_whose_layout_always_changes_are_left_to_eager(checkpointing):
     eager, ours = twice(model(layers=1))
     for m in (eager, ours):
-        m.last = torch.nn.Identity()
+        m.last, m.checkpointing = torch.nn.Identity(), checkpointing
     report = kw.inject(ours)
     for step in range(12):
         weight = drawn(2, 12, 32) if step % 2 else drawn(2, 32, 12).transpose(1, 2)
@@ -135,6 +137,27 @@ def test_gradients_whose_layout_always_changes_are_left_to_eager():
         expected = gradients(eager, data(), loss)
         assert differing(gradients(ours, data(), loss), expected) == []
     assert any("gradients of another layout" in line for line in report.gradients)
+
+
+@pytest.mark.parametrize("layouts", ["same", "changing"])
+def test_two_checkpointed_forwards_whose_gradients_have_another_layout(layouts):
+    """How a block runs changes between steps, not between forwards of which one will run again."""
+    eager, ours = twice(model())
+    for m in (eager, ours):
+        m.last, m.checkpointing = torch.nn.Identity(), False
+    report = kw.inject(ours)
+    across = drawn(2, 32, 12).transpose(1, 2)
+    for step in range(8):
+        weights = (across, drawn(2, 12, 32) if layouts == "changing" and step % 2 else across)
+
+        def run(m, weights=weights):
+            results = [m(**data(seed)) for seed in (0, 1)]
+            sum((y * w).sum() for y, w in zip(results, weights, strict=True)).backward()
+
+        same_gradients(eager, ours, run)
+    assert len([line for line in report.gradients if PROGRAMS in line]) >= 3
+    left = any("gradients of another layout" in line for line in report.gradients)
+    assert left == (layouts == "changing")
 
 
 class BlockOfText(Block):

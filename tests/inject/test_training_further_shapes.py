@@ -87,22 +87,6 @@ def test_several_forwards_before_a_backward(compared, checkpointing, each):
     assert 9 in compared
 
 
-def test_checkpointing_when_gradients_have_another_layout_than_expected():
-    """Nobody wants the text of the last block, so its own autograd finds its gradients, and after a
-    few steps it runs as without injection: from a step on, not from one of two forwards on."""
-    eager, ours = twice(model())
-    eager.checkpointing = ours.checkpointing = False
-    report = kw.inject(ours)
-    for _ in range(6):
-        found = []
-        for m in (eager, ours):
-            m.zero_grad(set_to_none=True)
-            sum(m(**of_length(12, seed)).square().mean() for seed in (0, 1)).backward()
-            found.append({n: p.grad for n, p in m.named_parameters()})
-        assert differing(*found) == []
-    assert "gradients of another layout" in " ".join(report.gradients)
-
-
 class ScaledBlock(Block):
     def forward(self, x, text, time, by):
         x, text = super().forward(x, text, time)

@@ -8,7 +8,8 @@ injection, and the report says why.
 
 The layout of the gradients that a backward is given is not known before. It is taken to be that of
 the results; where that was wrong, autograd finds the gradients of that call, and the next forward
-is prepared for those.
+is prepared for those. Under gradient checkpointing a forward that will run again has to save then
+what it saved at first: nothing changes while one waits for that.
 
 At a further shape a block runs as without injection until that has come WAITS times: the lengths of
 texts are as good as random, and recording and comparing take longer than a few steps save.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -71,7 +71,8 @@ WAITING = f"{EAGER}: a further shape, until it has come {WAITS} times"
 class _Seen:
     """One block at one signature."""
 
-    layouts: Layouts | None = None  # expected of the gradients; None: as of the results
+    expected: Layouts | None = None  # of the gradients; None: as of the results
+    layouts: Layouts | None = None  # what was expected when it ran last
     surprises: int = 0
     # of the contributions to each input, by number: see BoundBlock
     most: Counter[int] = field(default_factory=Counter)
@@ -80,11 +81,10 @@ class _Seen:
     forwards: int = 0  # where autograd saves through hooks
     again: int = 0  # of these, run again by checkpointing
 
-    def surprised(self, fixed: bool, layouts: Layouts) -> None:
-        """Expect these layouts from now on, unless the forward has to stay as it is."""
+    def surprised(self, layouts: Layouts) -> None:
+        """Expect these layouts from now on."""
         self.surprises += 1
-        if not fixed:
-            self.layouts = layouts
+        self.expected = layouts
 
     def runs_again(self) -> bool:
         """Count a call where autograd saves through hooks; whether it is one of checkpointing."""
@@ -151,6 +151,8 @@ class Training:
         changes = not saves_through_hooks() or self._may_change(seen)
         if not (changes or seen.as_programs):
             return AS_BEFORE
+        if changes:
+            seen.layouts = seen.expected
         found = seen.bound.get(seen.layouts)
         if found is None:
             if capturing() or reading() or on_meta(args, kwargs):
@@ -239,12 +241,9 @@ class Training:
             why = "it waits for other processes"
         if why is not None:
             return f"{EAGER}: {why}"
-        # where autograd saves through hooks, such as those of checkpointing, a forward may run
-        # again later, and has to save then what it saved first
-        fixed = saves_through_hooks()
         try:
             with eagerly(), saved_tensors_hooks(_as_it_is, _as_it_is):
-                return self._compared(module, args, kwargs, seen, fixed)
+                return self._compared(module, args, kwargs, seen)
         except (CannotRecord, CannotIndex) as no:
             return f"{EAGER}: {no}"
         except torch.OutOfMemoryError:
@@ -252,9 +251,7 @@ class Training:
         except Exception as error:
             return f"{EAGER}: its programs failed ({in_one_line(error)})"
 
-    def _compared(
-        self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen, fixed: bool
-    ) -> BoundBlock | str:
+    def _compared(self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen) -> BoundBlock | str:
         twin = twin_of(module)
         call, tensors = Call.of(twin, args, kwargs)
         for t in tensors:
@@ -299,10 +296,9 @@ class Training:
             if few:
                 return f"{EAGER}: {few}"
         places, paths = places_of(module, call.names), paths_of((args, kwargs))
-        surprised = partial(seen.surprised, fixed)
         seen.most |= Counter(shared.joint.contributions)  # at first all results have gradients
         bound = BoundBlock(
-            *(shared, ref(module), call, places, paths, surprised, seen.most.copy()),
+            *(shared, ref(module), call, places, paths, seen.surprised, seen.most.copy()),
             graphs=self.graphs,
         )
         problem = trial.problem(bound)
