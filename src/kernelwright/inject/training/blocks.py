@@ -30,6 +30,7 @@ from ...backends.torch_internals import (
     any_autocast,
     dispatch_modes,
     in_backward,
+    keeps_graph,
     pytree,
     saves_through_hooks,
 )
@@ -68,6 +69,24 @@ WAITING = f"{EAGER}: a further shape, until it has come {WAITS} times"
 
 
 @dataclass(eq=False)
+class _Reruns:
+    """Forwards that gradient checkpointing may run again. Each has to save then what it saved at
+    first: how a block runs changes only while none waits. Hooks on what autograd saves do not say
+    whether they run anything again: under those that do not, nothing changes any more."""
+
+    waiting: int = 0
+
+    def none_waits(self) -> bool:
+        """Count a call; whether none waited before it."""
+        hooked, none = saves_through_hooks(), self.waiting == 0
+        if not (hooked and in_backward()):
+            self.waiting += hooked
+        elif not none and not keeps_graph():
+            self.waiting -= 1
+        return none
+
+
+@dataclass(eq=False)
 class _Seen:
     """One block at one signature."""
 
@@ -78,25 +97,12 @@ class _Seen:
     most: Counter[int] = field(default_factory=Counter)
     bound: dict[Layouts | None, BoundBlock | str] = field(default_factory=dict)
     as_programs: bool = False  # how it ran last
-    forwards: int = 0  # where autograd saves through hooks
-    again: int = 0  # of these, run again by checkpointing
+    reruns: _Reruns = field(default_factory=_Reruns)
 
     def surprised(self, layouts: Layouts) -> None:
         """Expect these layouts from now on."""
         self.surprises += 1
         self.expected = layouts
-
-    def runs_again(self) -> bool:
-        """Count a call where autograd saves through hooks; whether it is one of checkpointing."""
-        again = in_backward()
-        self.again += again
-        self.forwards += not again
-        return again
-
-    def may_change(self, again: bool) -> bool:
-        """Whether this call, under checkpointing, may run otherwise than the one before: a forward
-        that is run again has to save then what it saved at first."""
-        return self.forwards == 0 if again else self.again >= self.forwards - 1
 
 
 @dataclass(eq=False)
@@ -107,6 +113,7 @@ class _Block:
     parameters: list[dict[str, Any]]  # of the modules in it, as they hold them
     serial: int = 0  # of the state of the model in which it was last found unchanged
     left_alone: int = 0  # for how many more calls
+    reruns: _Reruns = field(default_factory=_Reruns)  # of forwards while it was left alone
     why_left_alone: str = ""
     seen: dict[Any, _Seen] = field(default_factory=dict)
     shapes: set[Any] = field(default_factory=set)  # that it was compared at
@@ -127,7 +134,6 @@ class Training:
     graphs: TrainingGraphs | None = None
     _known: WeakKeyDictionary[nn.Module, _Block] = field(default_factory=WeakKeyDictionary)
     _shared: dict[Any, BlockPrograms | str] = field(default_factory=dict)
-    _checkpointing: bool = False  # whether a forward has been run again
 
     def __call__(self, module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
         """The result of a call of which autograd keeps a record."""
@@ -144,11 +150,11 @@ class Training:
             self.findings.gradients[type(module).__name__, why] = 1
             return why
         known = self._known.get(module)
-        if known is not None and known.left_alone > 0:
-            known.left_alone -= 1
+        if known is not None and (known.left_alone > 0 or known.reruns.waiting):
+            known.left_alone -= known.reruns.none_waits()
             return known.why_left_alone
         seen = self._seen(module, args, kwargs)
-        changes = not saves_through_hooks() or self._may_change(seen)
+        changes = seen.reruns.none_waits()
         if not (changes or seen.as_programs):
             return AS_BEFORE
         if changes:
@@ -208,12 +214,6 @@ class Training:
                 known.seen.clear()
             found = known.seen[number] = _Seen()
         return found
-
-    def _may_change(self, seen: _Seen) -> bool:
-        """Whether a call where autograd saves through hooks may run otherwise than the last."""
-        again = seen.runs_again()
-        self._checkpointing = self._checkpointing or again
-        return not self._checkpointing or seen.may_change(again)
 
     def _waits(self, module: nn.Module, shape: Any) -> bool:
         """Whether a block that has no programs at this shape is not compared at it yet."""
