@@ -48,7 +48,7 @@ def inject(
     Args:
         target: a diffusers pipeline, a model of diffusers or transformers, or any nn.Module.
         numerics: "exact" is bit-identical to eager PyTorch: every module is compared with its own
-            forward the first time it sees a shape, and stays eager if it differs. "fused" rounds
+            forward before it runs fused at a shape, and stays eager if it differs. "fused" rounds
             once where eager rounds after every step; its error against a float32 run is not above
             eager's. "fp8" is "fused" with FP8 GEMMs in the blocks; its error is larger.
         graphs: replay the denoiser and the text encoders of a pipeline, or the model given, as CUDA
