@@ -146,9 +146,12 @@ ALL_MASKS = {name: mask for name, (mask, _) in MASKS.items()} | {
 }
 
 
+@pytest.mark.parametrize("few", [0, attention_by_lengths.FEW_ROWS], ids=["without", "with"])
 @pytest.mark.parametrize("across", [False, True], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("name", ALL_MASKS)
-def test_the_result_is_that_of_the_mask(name, across, monkeypatch):
+def test_the_result_is_that_of_the_mask(name, across, few, monkeypatch):
+    """Without the rows that see nothing, and with them."""
+    monkeypatch.setattr(attention_by_lengths, "FEW_ROWS", few)
     mask = ALL_MASKS[name]
     generator = torch.Generator().manual_seed(0)
     batch = mask.shape[0] if mask.ndim == 4 else 1
@@ -171,6 +174,45 @@ def test_the_result_is_that_of_the_mask(name, across, monkeypatch):
     assert torch.equal((got == 0).all(-1), (expected == 0).all(-1))
     assert got.stride() == expected.stride()
     assert given == [None] * len(given)
+
+
+@pytest.mark.parametrize("name", ["two ranges", "pairs with a gap", "two, one empty"])
+def test_what_is_attended_lies_as_all_of_it(name):
+    """The heads of a token stay together, so that kernels lay out their result in the same way."""
+    mask = MASKS[name][0]
+    drawn = torch.randn(3, len(mask), TOKENS, 2, 8)
+    query, key, value = drawn.transpose(2, 3)
+    given = []
+
+    def noted(*args):
+        given.extend(args[:3])
+        return attention_by_lengths.plain_attention(*args)
+
+    lengths = read(mask, TOKENS, TOKENS)
+    attend(query, key, value, mask, 0.0, False, None, False, (), lengths, query, by=noted)
+    assert given
+    assert all(t.stride()[1:] == query.stride()[1:] for t in given)
+
+
+@pytest.mark.parametrize(("few", "queries"), [(2, TOKENS), (1, TOKENS - 2)])
+def test_few_rows_that_see_nothing_are_computed_too(few, queries, monkeypatch):
+    """To leave them out, all others would be copied twice."""
+    monkeypatch.setattr(attention_by_lengths, "FEW_ROWS", few)
+    mask = MASKS["pairs with a gap"][0]
+    query, key, value = torch.full((3, 1, 2, TOKENS, 8), torch.nan)
+    for x in (query, key, value):
+        x[:, :, mask[0, 0].any(1)] = torch.randn(TOKENS - 2, 8)
+    given = []
+
+    def noted(*args):
+        given.append(args[0].shape[2])
+        return attention_by_lengths.plain_attention(*args)
+
+    lengths = read(mask, TOKENS, TOKENS)
+    got = attend(query, key, value, mask, 0.0, False, None, False, (), lengths, query, by=noted)
+    assert given == [queries]
+    assert got.isfinite().all()
+    assert not got[:, :, 2:4].any()
 
 
 def test_the_result_is_laid_out_as_it_was_recorded():

@@ -27,6 +27,9 @@ MAX_RANGES = 4
 # samples of different lengths are one call each
 MAX_CALLS = 8
 MORE = -1  # in place of the number of edges
+# rows that see nothing and are computed all the same: to leave them out, the others are copied
+# twice. Worked out for bfloat16 heads of 128 on an H200 (4 TB/s, 500 TFLOP/s), not timed
+FEW_ROWS = 512
 
 Ranges = tuple[tuple[int, int], ...]  # start and end of each
 
@@ -179,9 +182,13 @@ def attend(
     grouped = grouped or key.shape[1] != query.shape[1]
     how = dropout, causal or lengths.causal, scale, grouped, backends
     alike = len(lengths.samples) == 1
-    if alike and lengths.all_rows:
-        ((_, valid),) = lengths.samples
-        return laid_out(by(query, _taken(key, valid), _taken(value, valid), None, *how), like)
+    rows, valid = lengths.samples[0]
+    hidden = _between(rows, lengths.sizes[0])
+    if alike and rows and sum(end - start for start, end in hidden) <= FEW_ROWS:
+        out = by(query, _taken(key, valid), _taken(value, valid), None, *how)
+        for start, end in hidden:
+            out[:, :, start:end] = 0
+        return laid_out(out, like)
     result = _empty(like, query)
     if not lengths.all_rows:
         result.zero_()
@@ -205,10 +212,23 @@ def laid_out(out: Tensor, like: Tensor) -> Tensor:
     return _empty(like, out).copy_(out)
 
 
+def _between(ranges: Ranges, size: int) -> Ranges:
+    """What is in none of these ranges."""
+    ends = [0, *(end for _, end in ranges)]
+    starts = [*(start for start, _ in ranges), size]
+    return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+
 def _taken(x: Tensor, ranges: Ranges) -> Tensor:
-    """These tokens of [batch, heads, tokens, dim]."""
+    """These tokens of [batch, heads, tokens, dim], in the layout of all of them. Where the heads of
+    a token lie together, torch.cat would move them apart: at a sixth of the memory's bandwidth
+    (Chroma, H200)."""
     parts = [x[:, :, start:end] for start, end in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    if len(parts) == 1:
+        return parts[0]
+    if x.stride(1) < x.stride(2):
+        return torch.cat([p.transpose(1, 2) for p in parts], dim=1).transpose(1, 2)
+    return torch.cat(parts, dim=2)
 
 
 def _empty(like: Tensor, on: Tensor) -> Tensor:
