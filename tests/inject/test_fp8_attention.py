@@ -5,6 +5,7 @@ import torch
 
 import kernelwright as kw
 from kernelwright import models
+from kernelwright.fuser import attention_by_lengths
 from kernelwright.inject.fp8 import attention, suitable_layers
 from kernelwright.inject.verify import accuracy
 
@@ -174,3 +175,20 @@ def test_a_kernel_that_cannot_be_compiled_here_is_named_once(monkeypatch):
     assert not calls
     (found,) = attentions(report)
     assert found.problem == "stays in 16 bits: cuda-core is not installed"
+
+
+@pytest.mark.parametrize("name", ["sd3.5-medium", "cogvideox-5b", "mochi", "wan-1.3b"])
+def test_programs_read_the_result_where_it_was_written(name, monkeypatch):
+    """In three of these the heads of the queries lie apart, in the last those of a token together:
+    it is written in the layout that the programs were recorded with."""
+    copies, own = [], attention_by_lengths._empty
+    monkeypatch.setattr(
+        attention_by_lengths, "_empty", lambda *given: copies.append(given) or own(*given)
+    )
+    model, inputs = built(name)
+    with kw.injected(model, numerics="fp8", recipes=False):
+        for _ in range(3):
+            calls.clear()
+            run(model, inputs)
+    assert calls
+    assert copies == []

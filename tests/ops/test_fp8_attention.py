@@ -208,6 +208,18 @@ def test_the_kernel_compiles_without_spills(dim):
     assert 24 + groups * registers <= (groups + 1) * started
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["heads of a token together", "apart"])
+def test_the_result_lies_as_that_of_pytorch(together):
+    """Otherwise a block that was recorded with PyTorch's attention copies it."""
+    query, key, value = heads(300, 64, count=2)
+    if not together:
+        query = query.contiguous()
+    operands = query, *QUANTIZE_KV(key, value), 300, 64**-0.5
+    expected = F.scaled_dot_product_attention(query, key, value)
+    assert FP8_ATTENTION(*operands).stride() == expected.stride()
+    assert FP8_ATTENTION.allocate(*operands)[0].stride() == expected.stride()
+
+
 NOT_FINITE = [(p, n) for n in (float("nan"), float("inf")) for p in ("query", "key", "value")]
 
 

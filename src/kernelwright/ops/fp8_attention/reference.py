@@ -76,8 +76,16 @@ def attention(
     p = power(scores - scores.amax(3, keepdim=True).ceil() + SHIFT)
     y = p.to(DTYPE).float() @ v.float()[:, :, :keys]
     y = y / (p / of_v).sum(3, keepdim=True)
-    # heads of a token lie together
-    return y.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return empty_result(query).copy_(y)
+
+
+def empty_result(query: Tensor) -> Tensor:
+    """[B, H, Sq, D] in the layout of the queries, as PyTorch's kernels have it: what comes next was
+    written for that."""
+    batch, heads, queries, dim = query.shape
+    if query.stride(1) > query.stride(2):
+        return query.new_empty(batch, heads, queries, dim)
+    return query.new_empty(batch, queries, heads, dim).transpose(1, 2)
 
 
 def power(x: Tensor) -> Tensor:
