@@ -262,6 +262,33 @@ def test_masks_that_say_more_are_used(name, model, attended, reads):
     assert reads == []  # reading it would be in vain again
 
 
+@pytest.mark.parametrize("kernel", ["efficient", "triton"])
+@torch.no_grad()
+def test_the_numbers_of_a_mask_that_is_used_are_made_once_for_all_blocks(
+    kernel, model, monkeypatch
+):
+    """For kernels that add numbers; others read the truth values."""
+    masks, fastest = [], programs.attention
+
+    def noted(query, key, value, mask, *how):
+        masks.append(mask)
+        return fastest(query, key, value, mask, *how)
+
+    monkeypatch.setattr(programs, "attention", noted)
+    monkeypatch.setattr(programs, "kernel_of", lambda *given: kernel)
+    kw.inject(model, numerics="fused")
+    for mask in (RANDOM, RANDOM.transpose(2, 3), RANDOM):
+        assert all(follows(model, given(mask)) for _ in range(2))  # and nothing is compared then
+        masks.clear()
+        model(**given(mask))
+        if kernel == "efficient":
+            assert len(masks) == len(model.blocks)
+            assert all(m is masks[0] for m in masks)
+            assert torch.equal(masks[0][:, :1], added(mask, INFINITY))
+        else:
+            assert all(m.dtype == torch.bool for m in masks)
+
+
 @torch.no_grad()
 def test_masks_of_all_kinds_in_turn(model):
     kw.inject(model, numerics="fused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,15 +31,24 @@ def numbers_of(
 ) -> Tensor | None:
     """What a kernel of PyTorch's attention adds for the truth values of a mask, which each layer
     would compute again; None if blocks may not share it, or if it is not known."""
-    if mask.dtype is not torch.bool or not kept.is_allowed(mask):
+    if not _may_share(kept, mask):
         return None
     lowest = added_where_false(choice, query.dtype, query.device)
-    if lowest is None:
-        return None
+    return None if lowest is None else _numbers(kept, mask, query, lowest)
 
+
+def infinities_of(kept: PerForwardCache, query: Tensor, mask: Tensor) -> Tensor | None:
+    """The same with minus infinity, which gives zeros in rows that see no key."""
+    return _numbers(kept, mask, query, -math.inf) if _may_share(kept, mask) else None
+
+
+def _may_share(kept: PerForwardCache, mask: Tensor) -> bool:
+    return mask.dtype is torch.bool and kept.is_allowed(mask)
+
+
+def _numbers(kept: PerForwardCache, mask: Tensor, query: Tensor, lowest: float) -> Tensor:
     def made() -> Tensor:
-        hidden = torch.full((), lowest, dtype=query.dtype, device=query.device)
-        return torch.where(mask, 0.0, hidden)
+        return torch.where(mask, 0.0, query.new_full((), lowest))
 
     return kept(view_base(mask), (*_view(mask), query.dtype, lowest), made)
 

@@ -36,14 +36,15 @@ from ...fuser.rewriting import (
     take_gelu_into_products,
 )
 from ...fuser.running import Executable
-from ...ops.attention import attention
+from ...ops.attention import attention, kernel_of
+from ...ops.attention.sdpa import ADDING
 from ..identify.structure import layout, structure_of
 from ..runtime.input_key import has_state
 from ..runtime.sites import declined, eagerly, mode
 from ..state.switches import torch_attends
 from .bound import Bound, Owners
 from .kept_prompts import KeptPrompt
-from .masks import lengths_of, numbers_of
+from .masks import infinities_of, lengths_of, numbers_of
 from .packed_gemm import SameBits
 from .program_products import ProgramProducts, layers_of
 from .program_sites import ProgramSites
@@ -73,7 +74,8 @@ class Programs:
     same_bits: SameBits | None = None
     # calls of blocks of a class, or of a program, that ran otherwise than compared, and why
     fell_back: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _masks: PerForwardCache = field(default_factory=PerForwardCache)
+    _lengths: PerForwardCache = field(default_factory=PerForwardCache)  # that masks say
+    _numbers: PerForwardCache = field(default_factory=PerForwardCache)  # that masks add
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
     _last: dict[str, Recorded | str] = field(default_factory=dict)  # by class
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
@@ -233,7 +235,7 @@ class Programs:
         runner = ProgramSites(kind, programs, launched, self.fell_back)
         on_cpu = device is None and self.fp8_layers is None
         products = None if on_cpu else self._products.of
-        asked = None if self.exact else partial(lengths_of, self._masks)
+        asked = None if self.exact else partial(lengths_of, self._lengths)
         rows = {} if self.fp8_layers is None else {"keep_rows": self.fp8_layers.rows_made}
         executable = Executable(
             *(plan, runner, products, asked, runner.launcher, self._attention), **rows
@@ -253,15 +255,11 @@ class Programs:
         grouped: bool,
         backends: Sequence[int],
     ) -> Tensor:
-        """Attention of a recorded block by the fastest kernel of the tier; in `exact` by PyTorch's,
+        """Attention of a recorded block by the fastest kernel of the tier, in `exact` by PyTorch's;
         with the numbers of a mask made once for all blocks."""
         plain = query.ndim == 4 and not dropout and not backends
-        if plain and self.exact and mask is not None and mask.dtype is torch.bool:
-            by = partial(attention_choice, query, key, value, scale=scale, grouped=grouped)
-            choice = by(mask=mask)
-            numbers = numbers_of(self._masks, choice, query, mask)
-            if numbers is not None and by(mask=numbers) == choice:
-                mask = numbers
+        if plain and mask is not None and mask.dtype is torch.bool:
+            mask = self._in_numbers(mask, query, key, value, causal, scale, grouped)
         if not plain or self.exact or not torch_attends():
             return plain_attention(
                 query, key, value, mask, dropout, causal, scale, grouped, backends
@@ -271,6 +269,29 @@ class Programs:
             return fastest()
         y = self.fp8_layers.attention(query, key, value, fastest, scale)
         return fastest() if y is None else y
+
+    def _in_numbers(
+        self,
+        mask: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        scale: float | None,
+        grouped: bool,
+    ) -> Tensor:
+        """The numbers that a kernel adds for the truth values of a mask, if blocks may share them;
+        otherwise the mask."""
+        numbers = None
+        if self.exact:
+            by = partial(attention_choice, query, key, value, scale=scale, grouped=grouped)
+            choice = by(mask=mask)
+            numbers = numbers_of(self._numbers, choice, query, mask)
+            if numbers is not None and by(mask=numbers) != choice:
+                return mask
+        elif torch_attends() and kernel_of(query, key, value, mask, scale, causal) in ADDING:
+            numbers = infinities_of(self._numbers, query, mask)
+        return mask if numbers is None else numbers
 
     def _rewrite_products(
         self, module: nn.Module, made: Recording, inputs: Sequence[Tensor]

@@ -18,7 +18,7 @@ from . import cases, custom_kernels, reference, sdpa
 from .choice import BACKENDS, choose, choose_for, request_of
 from .limits import deterministic, left_out
 
-__all__ = ["attention"]
+__all__ = ["attention", "kernel_of"]
 
 
 def attention(
@@ -78,6 +78,18 @@ def attention(
     if name in sdpa.KERNELS:
         return sdpa.KERNELS[name](*args)
     return custom_kernels.run(*args, name)
+
+
+def kernel_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> str:
+    """The kernel that `attention` takes for a call, by the names of its backends."""
+    return _kept(query, key, value, mask, scale, causal, selection.surrounding())
 
 
 def _transformed(*values: Any) -> Tensor:

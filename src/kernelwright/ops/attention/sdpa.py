@@ -135,6 +135,8 @@ KERNELS = {
     "flash": flash,
     "efficient": efficient,
 }
+# those that take a mask as numbers to be added
+ADDING = ("math", "cudnn", "efficient")
 
 
 def with_causal(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ def additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
+        mask = torch.where(mask, 0.0, query.new_full((), float("-inf")))
     return mask[(None,) * (4 - mask.ndim)]
 
 
