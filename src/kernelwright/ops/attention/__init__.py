@@ -18,7 +18,7 @@ from . import cases, custom_kernels, reference, sdpa
 from .choice import BACKENDS, choose, choose_for, request_of
 from .limits import deterministic, left_out
 
-__all__ = ["attention", "kernel_of"]
+__all__ = ["attention"]
 
 
 def attention(
