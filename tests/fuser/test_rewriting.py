@@ -7,7 +7,13 @@ from torch import fx, nn
 
 from kernelwright.fuser import planning, recording, rewriting, running
 from kernelwright.fuser.program import Program
-from kernelwright.fuser.recorded_ops import LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
+from kernelwright.fuser.recorded_ops import (
+    ATTENTION,
+    LINEAR,
+    LINEAR_GELU,
+    LINEAR_OF_ACTIVATION,
+    LINEARS,
+)
 
 aten = torch.ops.aten
 
@@ -356,3 +362,68 @@ def test_rms_norms_without_an_eps_get_pytorchs(dtype):
     assert norm.args[3] is not None
     expected = aten._fused_rms_norm(x, [8], None, None)
     assert all(map(torch.equal, fx.GraphModule({}, graph)(x), expected))
+
+
+class Attends(nn.Module):
+    """Attention of queries and keys that are joined head by head: their heads lie apart, and so do
+    those of the result, which are merged."""
+
+    def __init__(self, read="merged"):
+        super().__init__()
+        self.qkv, self.out, self.read = nn.Linear(16, 48), nn.Linear(16, 16), read
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k = (torch.cat([-t[..., 4:], t[..., :4]], -1) for t in (q, k))
+        if self.read == "queries too":
+            return self.out(attended(q, k, v).transpose(1, 2).flatten(2)) + q.mean(1).repeat(
+                1, 1, 2
+            )
+        y = attended(q, k, v)
+        if self.read == "as it is":
+            return self.out((y * 2).transpose(1, 2).flatten(2))
+        if self.read == "returned":
+            return y.transpose(1, 2).contiguous()
+        if self.read == "permuted":
+            return self.out(y.permute(0, 2, 1, 3).contiguous().flatten(2))
+        return self.out(y.transpose(1, 2).reshape(*x.shape))
+
+
+def attended(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def merged(block, x, wanted=lambda node: True):
+    """The plans before and after, and the result."""
+    before = planning.plan(recorded(block, x))
+    made = recorded(block, x)
+    rewriting.merge_heads_where_they_lie(made.graph, wanted)
+    after = planning.plan(made)
+    got, expected = result(made, block, x)
+    assert torch.equal(got, expected)
+    assert got.stride() == expected.stride()
+    return before, after
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("read", ["merged", "permuted"])
+def test_heads_are_merged_where_they_lie(read, batch):
+    before, after = merged(Attends(read), torch.randn(batch, 6, 16))
+    assert len(after.steps) == len(before.steps) - 1
+    assert not after.graph.find_nodes(op="call_function", target=aten.clone.default)[2:]
+    (attention,) = after.graph.find_nodes(op="call_function", target=ATTENTION)
+    for x in (*attention.args[:2], attention):
+        assert x.meta["val"].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("read", ["as it is", "queries too", "returned"])
+def test_heads_that_are_read_otherwise_stay_apart(read):
+    before, after = merged(Attends(read), torch.randn(2, 6, 16))
+    assert str(after.graph) == str(before.graph)
+
+
+def test_heads_stay_apart_if_it_is_not_wanted():
+    asked = []
+    before, after = merged(Attends(), torch.randn(2, 6, 16), lambda node: asked.append(node))
+    assert str(after.graph) == str(before.graph)
+    assert [node.target for node in asked] == [ATTENTION]

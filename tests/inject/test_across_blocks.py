@@ -113,12 +113,12 @@ def test_blocks_of_no_library(counted):
 # for each stream goes, and a SiLU of the time embedding where all blocks have one; where text and
 # image are one tensor in the blocks and two between them, so do the copies
 PRESETS = {
-    "sd3.5-medium": [49, 44],
+    "sd3.5-medium": [46, 41],
     "flux-dev": [66, 52],
     "ltx-video": [28, 26],
     "flux2-dev": [54, 48],
     "qwen-image": [39, 34],
-    "cogvideox-5b": [33, 29],
+    "cogvideox-5b": [30, 26],
 }
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from ..backends.torch_internals import adds_bias_apart, linear_adds_bias_apart, pytree
 from ..ops.row.default_eps import default_eps
-from .building import STEPS
+from .building import MOVES, STEPS
 from .norms import RMS_NORMS
-from .recorded_ops import LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
+from .recorded_ops import ATTENTION, LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
 from .row_layout import ACCESS
 from .views import PARTS, VIEWS, packet
 
@@ -121,6 +121,77 @@ def copy_rows_of_products(graph: fx.Graph, wanted: Callable[[fx.Node, bool], boo
                 copies[x] = graph.call_function(aten.clone.default, (x,), dense)
             copies[x].meta["val"] = _called(copies[x])
         node.args = (copies[x], *rest)
+
+
+def merge_heads_where_they_lie(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> None:
+    """Have programs store queries and keys with the heads of a token together. Kernels lay out the
+    result of attention as its queries: then a model that merges the heads reads it as it is, where
+    it was recorded with a copy. Only of attention that is `wanted`."""
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        query, key = node.args[:2]
+        merged = _merged_heads(node)
+        if not merged or not _is_computed_apart(query) or not wanted(node):
+            continue
+        for x in (query, key):
+            if _is_computed_apart(x):
+                node.replace_input_with(x, _by_tokens(graph, node, x))
+        result = node.meta["val"]
+        with next(_fake_modes(node), nullcontext()):
+            node.meta["val"] = result.transpose(1, 2).contiguous().transpose(1, 2)
+        for turned, copies in merged.items():
+            turned.meta["val"] = _called(turned)
+            for copy in copies:
+                copy.replace_all_uses_with(turned)
+                graph.erase_node(copy)
+
+
+def _merged_heads(node: fx.Node) -> dict[fx.Node, list[fx.Node]]:
+    """The transposed results of an attention whose heads lie apart, and the copies that are made of
+    each; nothing if it is read in another way too."""
+    if not _has_heads_apart(node):
+        return {}
+    merged = {turned: list(turned.users) for turned in node.users}
+    for turned, copies in merged.items():
+        if not _swaps_heads_and_tokens(turned) or not all(map(_is_dense_copy, copies)):
+            return {}
+        if any(user.op == "output" for copy in copies for user in copy.users):
+            return {}
+    return merged
+
+
+def _swaps_heads_and_tokens(node: fx.Node) -> bool:
+    if node.target is aten.transpose.int:
+        return {d % 4 for d in node.args[1:]} == {1, 2}
+    return node.target is aten.permute.default and list(node.args[1]) == [0, 2, 1, 3]
+
+
+def _is_dense_copy(node: fx.Node) -> bool:
+    dense = {"memory_format": torch.contiguous_format}
+    return node.target is aten.clone.default and node.kwargs == dense
+
+
+def _has_heads_apart(node: Any) -> bool:
+    x = node.meta["val"]
+    return x.ndim == 4 and min(x.shape[1:3]) > 1 and x.stride(1) > x.stride(2)
+
+
+def _is_computed_apart(node: fx.Node) -> bool:
+    """Whether a program stores this for one op alone, with its heads apart."""
+    stored = len(node.users) == 1 and packet(node) in (*STEPS, *MOVES)
+    return stored and _has_heads_apart(node)
+
+
+def _by_tokens(graph: fx.Graph, reader: fx.Node, x: fx.Node) -> fx.Node:
+    """The same values, with the heads of a token together."""
+    dense = {"memory_format": torch.contiguous_format}
+    with graph.inserting_before(reader):
+        turned = graph.call_function(aten.transpose.int, (x, 1, 2))
+        turned.meta["val"] = _called(turned)
+        rows = graph.call_function(aten.clone.default, (turned,), dense)
+        rows.meta["val"] = _called(rows)
+        back = graph.call_function(aten.transpose.int, (rows, 1, 2))
+        back.meta["val"] = _called(back)
+    return back
 
 
 def _is_step(node: fx.Node) -> bool:

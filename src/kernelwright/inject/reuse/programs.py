@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...backends.torch_internals import attention_choice, layout_check
 from ...fuser import planning, recording
@@ -24,11 +24,12 @@ from ...fuser.expression import ROUNDED
 from ...fuser.index import CannotIndex
 from ...fuser.launching import Kernels
 from ...fuser.program import Program
-from ...fuser.recorded_ops import plain_attention
+from ...fuser.recorded_ops import plain_attention, sdp_backends
 from ...fuser.recording import CannotRecord, Recording
 from ...fuser.rewriting import (
     copy_rows_of_products,
     join_products_of_one_input,
+    merge_heads_where_they_lie,
     multiply_whole_rows,
     take_activations_into_products,
     take_bias_out_of_convolutions,
@@ -196,6 +197,7 @@ class Programs:
         result, made.results = made.result(made.results), []
         if why := unknown_constant(module, made):
             return why, result
+        merge_heads_where_they_lie(made.graph, self._attends_alike)
         if not self.exact and self.fp8_layers is None:
             take_gelu_into_products(made.graph)
         take_bias_out_of_convolutions(made.graph)
@@ -292,6 +294,31 @@ class Programs:
         elif torch_attends() and kernel_of(query, key, value, mask, scale, causal) in ADDING:
             numbers = infinities_of(self._numbers, query, mask)
         return mask if numbers is None else numbers
+
+    def _attends_alike(self, node: fx.Node) -> bool:
+        """Whether attention may be given queries and keys with the heads of a token together: in
+        `exact` if it then has the same bits, tried on random numbers."""
+        if not self.exact:
+            return True
+        query, key, value, mask, *how = node.args
+        likes = [x.meta["val"] for x in (query, key, value)]
+        if self.same_bits is None or mask is not None or any(0 in x.stride() for x in likes):
+            return False
+        drawn = torch.Generator(likes[0].device).manual_seed(0)
+        layouts = [(x.shape, x.stride()) for x in likes]
+        q, k, v = (
+            torch.empty_strided(*layout, dtype=x.dtype, device=x.device).normal_(generator=drawn)
+            for layout, x in zip(layouts, likes, strict=True)
+        )
+        together = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
+        return self.same_bits(
+            f"heads of a token together: {layouts}, {how}, {sdp_backends()}",
+            q,
+            (),
+            False,
+            lambda: plain_attention(together[0], together[1], v, None, *how),
+            lambda: plain_attention(q, k, v, None, *how),
+        )
 
     def _rewrite_products(
         self, module: nn.Module, made: Recording, inputs: Sequence[Tensor]
