@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from kernelwright.fuser import attention_by_lengths
 from kernelwright.fuser.attention_by_lengths import MAX_CALLS, Lengths, attend, described, read
+from kernelwright.ops.attention import window as window_kernel
 
 TOKENS = 12
 MORE = "it says more than lengths"
@@ -95,6 +96,102 @@ def test_masks_that_hide_what_comes_after_a_row(name):
     said = read(TRIANGLES[name], TOKENS, TOKENS)
     assert said == Lengths(((ALL, ALL),), (TOKENS, TOKENS), causal=True)
     assert described(said) == "causal attention without its mask"
+
+
+def band(window, tokens=TOKENS):
+    """Each row sees so many keys up to its own."""
+    place = torch.arange(tokens)
+    return window_kernel.seen(place, place, window)[None, None]
+
+
+WINDOWS = {
+    "one matrix": (band(5)[0, 0], 5),
+    "a key": (band(1), 1),
+    "all but one": (band(TOKENS - 1), TOKENS - 1),
+    "expanded": (band(5).expand(2, 2, TOKENS, TOKENS), 5),
+    "for each sample": (band(5).repeat(2, 1, 1, 1), 5),
+    "infinity": (added(band(5)), 5),
+    "the least number": (added(band(5), LEAST), 5),
+}
+NO_WINDOWS = {
+    "of other sizes": torch.cat([band(5), band(6)]),
+    "with one more": band(5).index_put((*torch.tensor([0, 0, 2, 5]),), torch.tensor(True)),
+    "with one less": band(5).index_put((*torch.tensor([0, 0, 5, 2]),), torch.tensor(False)),
+    "on both sides": band(5) | band(5).transpose(2, 3),
+    "and lengths": band(5) & keys([(2, 12)]),
+    "of other numbers": added(band(5), -10000.0),
+    "across": band(5).transpose(2, 3),
+    "wider at the end": torch.cat([band(5)[:, :, :-1], band(6)[:, :, -1:]], 2),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_masks_that_say_a_window(name):
+    mask, width = WINDOWS[name]
+    said = read(mask, TOKENS, TOKENS, windows=True)
+    assert said == Lengths(((ALL, ALL),), (TOKENS, TOKENS), window=width)
+    assert described(said) == f"attention in a window of {width} keys, without its mask"
+    assert read(mask, TOKENS, TOKENS) == MORE
+
+
+@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize("name", NO_WINDOWS)
+def test_masks_that_say_more_than_a_window(name, windows):
+    assert read(NO_WINDOWS[name], TOKENS, TOKENS, windows) == MORE
+
+
+def by_mask(query, key, value, scale, window):
+    """In place of the kernel, which needs a GPU."""
+    mask = band(window, query.shape[2])
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_attention_is_told_the_window(name, aligned, monkeypatch):
+    """Unless its kernel cannot read the operands."""
+    monkeypatch.setattr(window_kernel, "flash", by_mask)
+    query, key, value = torch.randn(3, 2, 2, TOKENS, 9)[..., 1:]  # rows begin at odd places
+    if aligned:
+        query, key, value = (t.contiguous() for t in (query, key, value))
+    (mask, _), given = WINDOWS[name], []
+
+    def noted(*args):
+        given.append(args[3])
+        return attention_by_lengths.plain_attention(*args)
+
+    expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3)
+    lengths = read(mask, TOKENS, TOKENS, windows=True)
+    how = mask, 0.0, False, 0.3, False, (), lengths, expected
+    got = attend(query, key, value, *how, by=noted)
+    torch.testing.assert_close(got, expected)
+    assert [m is mask for m in given] == [True] * (not aligned)
+
+
+def off_by(number):
+    return lambda q, k, v, scale, window: by_mask(q, k, v, scale, window + number)
+
+
+def without_windows(*given):
+    raise RuntimeError("This flash attention build does not support local attention.")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "right"),
+    [(by_mask, True), (off_by(1), False), (off_by(-1), False), (without_windows, False)],
+    ids=["right", "one more", "one less", "none"],
+)
+def test_the_kernel_is_tried_before_it_is_used(kernel, right, dtype, monkeypatch):
+    monkeypatch.setattr(window_kernel, "flash", kernel)
+    tried = window_kernel._is_right.__wrapped__
+    assert tried(torch.device("cpu"), dtype, 64) == right
+
+
+def test_a_cpu_has_no_kernel_for_windows():
+    x = torch.randn(1, 2, TOKENS, 8)
+    assert "CUDA" in window_kernel.why_not(x, x, x)
 
 
 @pytest.mark.parametrize("name", NEEDED)

@@ -13,6 +13,7 @@ from kernelwright.fuser import attention_by_lengths
 from kernelwright.inject.graphs.host_reads import OTHER_VALUES
 from kernelwright.inject.reuse import programs
 from kernelwright.inject.runtime.sites import eagerly
+from kernelwright.ops.attention import window
 
 PRESETS = ["hunyuan-video", "hunyuan-video-1.5"]
 TOKENS, WIDTH, HEADS = 12, 64, 2
@@ -341,3 +342,56 @@ def test_restore_brings_the_mask_back(model, attended):
     attended.clear()
     assert same(run(model, given(keys(7))), expected)
     assert attended == []
+
+
+@pytest.fixture
+def windowed(monkeypatch):
+    """The windows that attention is told, by a mask in place of the kernel."""
+    found = []
+
+    def by_mask(query, key, value, scale, width):
+        found.append(width)
+        place = torch.arange(query.shape[2])
+        mask = window.seen(place, place, width)
+        how = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        return F.scaled_dot_product_attention(query, key, value, mask, **how)
+
+    monkeypatch.setattr(window, "why_not", lambda *heads: None)
+    monkeypatch.setattr(window, "flash", by_mask)
+    return found
+
+
+TRIANGLE = keys(TOKENS).expand(1, 1, TOKENS, TOKENS).tril()
+WINDOW = TRIANGLE.triu(-4)
+
+
+@torch.no_grad()
+def test_a_window_is_told(model, windowed, attended):
+    report = kw.inject(model, numerics="fused", verify=True)
+    for mask in (WINDOW, added(WINDOW, INFINITY)):
+        assert follows(model, given(mask))
+        windowed.clear()
+        attended.clear()
+        model(**given(mask))
+        assert (set(windowed), attended) == ({5}, [])
+    assert not report.problems
+    (line,) = report.blocks
+    assert line.masks == ("attention in a window of 5 keys, without its mask",)
+    for other in (WINDOW.triu(-2), keys(7), TRIANGLE, RANDOM, WINDOW):
+        assert follows(model, given(other))
+
+
+@pytest.mark.parametrize("name", ["gemma-3-12b", "phi-3-mini"])
+def test_language_models_with_windows(name, windowed):
+    model, inputs = built(name, torch.bfloat16, tokens=40)
+    model.config.get_text_config().sliding_window = 9
+    for layer in model.modules():
+        if hasattr(layer, "sliding_window") and layer.sliding_window is not None:
+            layer.sliding_window = 9
+    check_fused(model, inputs, recipes=False)
+    assert set(windowed) == {9}
+
+
+def test_exact_is_told_no_window(model, windowed):
+    check_exact(model, given(WINDOW))
+    assert windowed == []

@@ -6,6 +6,9 @@ and sometimes which rows: a few ranges of each. But the fastest kernels take no 
 attention takes 1.5 to 2.3 times as long with one (HunyuanVideo and HunyuanVideo 1.5, 18616 and
 21065 tokens). A causal mask hides half of the keys, and kernels that are told so skip them.
 
+Nor does attention in which a row sees the last of the keys up to its own (sliding windows), where
+PyTorch's flash attention can be told the window.
+
 A row that sees no key gives zeros, as in PyTorch. If what hides keys is a finite number, the least
 of its dtype, then PyTorch gives such a row a mean of values instead: those masks are used as is.
 """
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.attention import window
 from .recorded_ops import plain_attention
 
 # ranges of valid rows, or keys, in one sample: words, padding, picture are two
@@ -42,15 +46,17 @@ class Lengths:
     samples: tuple[tuple[Ranges, Ranges], ...]
     sizes: tuple[int, int]  # how many rows and keys there are, valid or not
     causal: bool = False  # a row sees the keys up to its own position
+    window: int = 0  # a row sees so many keys up to its own position
 
     @property
     def all_rows(self) -> bool:
         return all(rows == ((0, self.sizes[0]),) for rows, _ in self.samples)
 
 
-def read(mask: Tensor, queries: int, keys: int) -> Lengths | str:
+def read(mask: Tensor, queries: int, keys: int, windows: bool = False) -> Lengths | str:
     """What a mask [.., queries, keys], or one that broadcasts to that, says; or why attention needs
-    the mask itself. Waits for the mask, once; twice if it is no mask of lengths."""
+    the mask itself, as it does for `windows` where there is no kernel for them. Waits for the mask,
+    once; twice if it is no mask of lengths."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return f"it is of {mask.dtype}"
     if mask.numel() == 0:
@@ -59,8 +65,11 @@ def read(mask: Tensor, queries: int, keys: int) -> Lengths | str:
     facts = _on_host(_facts(mask, queries, keys))
     if any(not 0 <= edges[0] <= 2 * MAX_RANGES for sample in facts for edges in sample):
         square = queries == keys and mask.shape[2:] == (queries, keys)
-        if square and _on_host(_is_causal(mask)):
-            return Lengths(((((0, queries),), ((0, keys),)),), (queries, keys), causal=True)
+        ((width,),) = _on_host(_window(mask)) if square else ((0,),)
+        causal = width == keys
+        if causal or (width and windows):
+            everything = ((0, queries),), ((0, keys),)
+            return Lengths((everything,), (queries, keys), causal, 0 if causal else width)
         return "it says more than lengths"
     samples = [(_ranges(rows), _ranges(columns)) for rows, columns in facts]
     if len(set(samples)) == 1:
@@ -80,6 +89,8 @@ def described(said: Lengths | str) -> str:
         return f"attention with its mask: {said}"
     if said.causal:
         return "causal attention without its mask"
+    if said.window:
+        return f"attention in a window of {said.window} keys, without its mask"
     counts = [sum(end - start for start, end in keys) for _, keys in said.samples]
     few, many = min(counts), max(counts)
     valid = f"{few}" if few == many else f"{few} to {many}"
@@ -137,11 +148,14 @@ def _words(seen: Tensor) -> Tensor:
     return seen.view(torch.int64) if whole else seen
 
 
-def _is_causal(mask: Tensor) -> Tensor:
-    """Whether a row sees the keys up to its own position, in every sample and head."""
-    seen = _seen(mask)
-    causal = (seen == torch.ones_like(seen[0, 0]).tril()).all()
-    return causal & _is_known(mask, seen.any(3))
+def _window(mask: Tensor) -> Tensor:
+    """How many keys a row sees up to its own position, [1, 1]: all there are if the mask is causal,
+    and 0 if rows see other keys, or samples or heads do not agree."""
+    visible = _seen(mask)
+    place = torch.arange(visible.shape[2], device=mask.device)
+    width = visible[0, 0, -1].sum()
+    alike = (visible == window.seen(place, place, width)).all()
+    return torch.where(alike & _is_known(mask, visible.any(3)), width, 0)[None, None]
 
 
 def _edges(valid: Tensor, full: Tensor) -> Tensor:
@@ -178,6 +192,11 @@ def attend(
     if not isinstance(lengths, Lengths):
         out = by(query, key, value, mask, dropout, causal, scale, grouped, backends)
         return laid_out(out, like)
+    if lengths.window:
+        seen = window.attend(query, key, value, scale, lengths.window)
+        if seen is None:
+            seen = by(query, key, value, mask, dropout, causal, scale, grouped, backends)
+        return laid_out(seen, like)
     # without enable_gqa, PyTorch computes the whole score matrix of heads that share a key (Falcon)
     grouped = grouped or key.shape[1] != query.shape[1]
     how = dropout, causal or lengths.causal, scale, grouped, backends

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..ops.attention import window
 from ..ops.linear import algorithms, linear_gelu
 from . import interpreter
 from .argument_views import Layout, layout, layouts_as_read, lies_in
@@ -48,8 +49,9 @@ Runner = Callable[[Program, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 # what computes linear layers with the weights of these names: a function with the arguments and the
 # result of the op LINEAR or LINEAR_OF_ACTIVATION for one name, of LINEARS for several
 Products = Callable[[Sequence[str]], Callable[..., Any]]
-# what a mask says: lengths, or why it is needed; None if it was not asked: (mask, queries, keys)
-LengthsOf = Callable[[Tensor, int, int], Lengths | str | None]
+# what a mask says: lengths, or why it is needed; None if it was not asked: (mask, queries, keys,
+# whether attention can be told a window)
+LengthsOf = Callable[[Tensor, int, int, bool], Lengths | str | None]
 # what launches a program whose tensors have these places among the values, or None. It returns
 # whether it did: otherwise the program has to be given to a `Runner`
 Launchers = Callable[[Program, Mapping[str, int]], Callable[[Values], bool] | None]
@@ -303,8 +305,10 @@ class Executable:
         return isinstance(mask, fx.Node) and not causal and query.meta["val"].ndim == 4
 
     def _lengths_step(self, node: fx.Node) -> Step:
-        query, key, _, mask = node.args[:4]
-        queries, keys = query.meta["val"].shape[2], key.meta["val"].shape[2]
+        query, key, value = (x.meta["val"] for x in node.args[:3])
+        mask, backends = node.args[3], node.args[8]
+        queries, keys = query.shape[2], key.shape[2]
+        windows = not backends and window.why_not(query, key, value) is None
         read, name, ask = self._places.reader(mask), _lengths_name(node), self._lengths_of
         place = self._places.new(name)
         assert ask is not None
@@ -312,7 +316,7 @@ class Executable:
         def run(values: Values) -> None:
             found = self.lengths.get(name)
             if not isinstance(found, str):  # a mask that says more once will do so again
-                self.lengths[name] = found = ask(read(values), queries, keys)
+                self.lengths[name] = found = ask(read(values), queries, keys, windows)
             values[place] = found
 
         return Step(run, self._places.read_by(mask), {place}, only_early=True)

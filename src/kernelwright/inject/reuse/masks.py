@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from .prompt_values import PerForwardCache
 
 
 def lengths_of(
-    kept: PerForwardCache, mask: Tensor, queries: int, keys: int
+    kept: PerForwardCache, mask: Tensor, queries: int, keys: int, windows: bool = False
 ) -> Lengths | str | None:
-    """What a mask says about lengths: asked once per forward, since that waits for the GPU, and not
-    at all where blocks must not share the answer."""
+    """What a mask says about lengths, or about a window where that helps: asked once per forward,
+    since that waits for the GPU, and not at all where blocks must not share the answer."""
     if not kept.is_allowed(mask):
         return None
-    asked = *_view(mask), queries, keys
-    return kept(view_base(mask), asked, lambda: attention_by_lengths.read(mask, queries, keys))
+    asked = queries, keys, windows
+    said = partial(attention_by_lengths.read, mask, *asked)
+    return kept(view_base(mask), (*_view(mask), *asked), said)
 
 
 def numbers_of(
