@@ -10,6 +10,7 @@ from inject.training_scenarios import loss_of, same, same_gradients
 
 import kernelwright as kw
 from kernelwright import models
+from kernelwright.inject.training import blocks
 from kernelwright.inject.training import graphs as reasons
 
 pytest.importorskip("diffusers")
@@ -257,7 +258,8 @@ def test_steps_on_streams_in_turn():
     assert graphs.captured == 2
 
 
-def test_shapes_take_turns():
+def test_shapes_take_turns(monkeypatch):
+    monkeypatch.setattr(blocks, "WAITS", 0)
     eager, ours, graphs = pair(model(layers=1))
     for seed in range(2 * reasons.PATIENCE):
         same(eager, ours, {**batch(seed), "x": drawn(2, 20, 8, seed=seed).cuda()})
