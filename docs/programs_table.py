@@ -59,6 +59,11 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
     from kernelwright.fuser.index import CannotIndex
     from kernelwright.fuser.program import Program
     from kernelwright.fuser.readable import short_counts
+    from kernelwright.fuser.rewriting import (
+        merge_heads_where_they_lie,
+        take_bias_out_of_convolutions,
+        take_bias_out_of_products,
+    )
     from kernelwright.inject.reuse.recordable import little_to_gain, unknown_constant
     from kernelwright.inject.runtime.input_key import has_state
 
@@ -71,6 +76,9 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
             made = recording.record(block, args, kwargs)
             if why := unknown_constant(block, made):
                 raise recording.CannotRecord(why)
+            merge_heads_where_they_lie(made.graph, has_no_mask)
+            take_bias_out_of_convolutions(made.graph)
+            take_bias_out_of_products(made.graph)
             plan = planning.plan(made)
         except (recording.CannotRecord, CannotIndex) as no:
             yield Row(name, kind, why=str(no))
@@ -81,6 +89,11 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
             continue
         between = kernels_between(calls, made, plan)
         yield Row(name, kind, plan.ops, kernels, short_counts(plan.left), between=between)
+
+
+def has_no_mask(attention: Any) -> bool:
+    """In `exact`, attention with a mask is given what it was recorded with."""
+    return attention.args[3] is None
 
 
 def kernels_between(calls: Any, made: Any, plan: Any) -> int | None:
