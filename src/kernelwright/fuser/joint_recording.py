@@ -101,8 +101,6 @@ class Returned:
     def of(leaves: Sequence[Any], structure: Any) -> Returned:
         positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         others = [None if isinstance(x, Tensor) else x for x in leaves]
-        if not all(x is None or isinstance(x, bool | int | float | str) for x in others):
-            raise CannotRecord("a result that is no tensor")
         return Returned(others, structure, positions)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:

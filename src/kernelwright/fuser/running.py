@@ -42,6 +42,7 @@ from .recorded_ops import (
 )
 from .steps_apart import Step, Values, find_early, find_prompts
 from .value_places import ValuePlaces, value_at
+from .views import VIEWS, packet
 
 aten: Any = torch.ops.aten
 # writes what a program stores: (program, what it loads by name, what it stores by name)
@@ -152,6 +153,8 @@ class Executable:
             places.new(node.name)
         for name, value in plan.constants.items():
             places.start[places.new(name)] = value
+        (output,) = plan.graph.find_nodes(op="output")
+        self._returned = {_root(o).name for o in output.args[0] if isinstance(o, fx.Node)}
         steps: list[Step] = []
         for step in plan.steps:
             if isinstance(step, Program):
@@ -160,7 +163,6 @@ class Executable:
             if self._by_lengths(step):
                 steps.append(self._lengths_step(step))
             steps.append(self._leaf(step))
-        (output,) = plan.graph.find_nodes(op="output")
         self._outputs = places.output_readers(output.args[0])
         needed: set[int] = set()
         for o in output.args[0]:
@@ -168,17 +170,19 @@ class Executable:
         weights = len(inputs) - plan.given
         given = range(weights, len(inputs) - plan.handed)
         of_samples = [p for p in given if getattr(inputs[p].meta.get("val"), "ndim", 2) <= 1]
-        early, self.early_inputs = find_early(steps, given, range(len(inputs)), of_samples)
-        of_prompts = find_prompts(steps, early, given, range(len(inputs)), needed)
+        # eager makes a new tensor of numbers that stand in the forward, but returns an attribute
+        numbers = {places.of[name] for name in plan.constants if _is_number(self._nodes[name])}
+        held = {places.of[name] for name in plan.constants} - numbers
+        every = range(len(inputs))
+        early, self.early_inputs = find_early(steps, given, every, of_samples, held)
+        of_prompts = find_prompts(steps, early, given, every, needed, held)
         apart = {*early, *(s for found in of_prompts.values() for s in found)}
         late = [s for s in steps if s not in apart and not s.only_early]
         later = needed.union(*(s.reads for s in late))
         written = set().union(*(s.writes for s in apart))
         self._shared = sorted(later & set().union(*(s.writes for s in early)))
-        # What later calls read too: the caller of a block may write to what it returns. Eager makes
-        # a new tensor of numbers that stand in the forward, but returns an attribute as it is.
-        copied = {places.of[name] for name in plan.constants if _is_copied(self._nodes[name])}
-        self._constant_outputs = sorted(needed & copied)
+        # later calls read them too: the caller of a block may write to what it returns
+        self._constant_outputs = sorted(needed & numbers)
         self._early_outputs = sorted(needed & set(self._shared))
         names = {place: name for name, place in places.of.items()}
         self.early_results: list[Any] = [names[place] for place in self._shared]
@@ -336,7 +340,7 @@ class Executable:
         stores = {name: reader(name) for name in places}
         runs, device = self._programs, next(iter(nodes.values())).meta["val"].device
         allocations = [
-            (places[s.target], _allocation(s, self._stored.get(s.target))) for s in fresh
+            (places[s.target], self._allocation(s, self._stored.get(s.target))) for s in fresh
         ]
         eight = eight_bit_rows(program)
         for name, shape, dtype in (part for made in eight for part in made.parts()):
@@ -361,6 +365,14 @@ class Executable:
 
         return Step(run, reads, set(places.values()))
 
+    def _allocation(self, store: Store, layout: Layout | None) -> Callable[..., Tensor]:
+        shape, strides = layout or (store.shape, store.strides)
+        allocate = partial(torch.empty_strided, shape, strides, dtype=store.dtype)
+        # whether somebody has written to what a block returns is asked of its version, and tensors
+        # made in inference mode have none
+        versioned = store.target in self._returned and torch.is_inference_mode_enabled()
+        return torch.inference_mode(False)(allocate) if versioned else allocate
+
 
 def run(plan: Plan, inputs: Sequence[Tensor], programs: Runner = interpreter.run) -> list[Any]:
     """The outputs of a planned graph, once."""
@@ -373,7 +385,7 @@ def _is_large(product: fx.Node) -> bool:
     return 2 * product.meta["val"].numel() * first.shape[-1] >= algorithms.LEAST_FLOP
 
 
-def _is_copied(constant: fx.Node) -> bool:
+def _is_number(constant: fx.Node) -> bool:
     return any(user.target is aten.lift_fresh_copy.default for user in constant.users)
 
 
@@ -396,9 +408,11 @@ def _shaped(step: Callable[[Values], None], place: int, shape: Any) -> Callable[
     return run
 
 
-def _allocation(store: Store, layout: Layout | None) -> Callable[..., Tensor]:
-    shape, strides = layout or (store.shape, store.strides)
-    return partial(torch.empty_strided, shape, strides, dtype=store.dtype)
+def _root(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while packet(node) in VIEWS:
+        node = node.args[0]
+    return node
 
 
 # what to do, and the places of the values that nothing uses after it

@@ -24,17 +24,22 @@ class Step:
 
 
 def find_early(
-    steps: list[Step], given: range, inputs: range, of_samples: Collection[int] = ()
+    steps: list[Step],
+    given: range,
+    inputs: range,
+    of_samples: Collection[int] = (),
+    held: Collection[int] = (),
 ) -> tuple[list[Step], list[int]]:
     """Steps that are made of what a block is `given` alone, of such that reaches no product; and
-    the places of those. Other `inputs` belong to the block: weights, and what was made for it.
+    the places of those. Other `inputs` belong to the block: weights, and what was made for it; so
+    do tensors that it has `held` beside them.
 
     What has a number for each sample of a batch (`of_samples`), such as the time, is the same in
     all blocks even where a product reads it, or what was made of it."""
     activation = -1  # the root of what leaves an attention, whatever its mask and angles were
-    roots: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in inputs}
+    roots: dict[int, frozenset[int]] = {p: frozenset((p,)) for p in (*inputs, *held)}
     of_step: list[frozenset[int]] = []
-    flowing: set[int] = {activation, *inputs} - set(given)
+    flowing: set[int] = {activation, *inputs, *held} - set(given)
     for step in steps:
         found = frozenset().union(*(roots.get(p, frozenset()) for p in step.reads))
         of_step.append(found)
@@ -65,13 +70,19 @@ def _needed(early: list[Step], wanted: set[Step]) -> list[Step]:
 
 
 def find_prompts(
-    steps: list[Step], early: list[Step], given: range, inputs: range, outputs: set[int]
+    steps: list[Step],
+    early: list[Step],
+    given: range,
+    inputs: range,
+    outputs: set[int],
+    held: Collection[int] = (),
 ) -> dict[int, list[Step]]:
     """For each input that is `given` and reaches the `outputs` through attention alone, the steps
     that are made of it and of weights, if a product is one of them. Weights are the first of all
-    `inputs`; the last ones were made for this call."""
+    `inputs`; the last ones were made for this call. Nobody asks whether tensors that are `held`
+    beside weights have changed."""
     made_of: dict[int, frozenset[int]] = {
-        p: frozenset((p,)) for p in range(given.start, inputs.stop)
+        p: frozenset((p,)) for p in (*range(given.start, inputs.stop), *held)
     }
     direct = dict(made_of)  # the inputs that reach a place by another way than attention
     found: dict[int, list[Step]] = {}

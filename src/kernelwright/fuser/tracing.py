@@ -32,6 +32,7 @@ from .watched_forward import CannotRecord
 aten: Any = torch.ops.aten
 READS_ON_HOST = "a value that is read on the host"
 PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer, FakeTensor))
+ASSERTS = (aten._assert_async, aten._functional_assert_async)
 # numbers that a forward may read back from tensors that it has made of numbers
 FEW = 250
 
@@ -118,6 +119,10 @@ class _Writer(TorchDispatchMode):
             return self._of_numbers(op, args, kwargs)
         if op is aten.lift_fresh.default:  # what is written to it must not be in the constant
             op = aten.lift_fresh_copy.default
+        if op.overloadpacket in ASSERTS:
+            raise CannotRecord("it asserts something of values")
+        if op._schema.is_mutable and self._writes_to_constant(op, args, kwargs):
+            raise CannotRecord(f"it writes to a tensor that it holds ({op})")
         name = op.overloadpacket.__name__
         written = self.written(args), self.written(kwargs)
         result = op(*args, **kwargs)
@@ -129,6 +134,12 @@ class _Writer(TorchDispatchMode):
         elif numbers and torch.Tag.nondeterministic_seeded not in op.tags:
             self._know(result, self._of_numbers(op, args, kwargs))
         return result
+
+    def _writes_to_constant(self, op: Any, args: Any, kwargs: Any) -> bool:
+        named = dict(zip([a.name for a in op._schema.arguments], args, strict=False)) | kwargs
+        written = [named.get(a.name) for a in op._schema.arguments if a.is_write]
+        nodes = [self._nodes.get(x) for x in written if isinstance(x, Tensor)]
+        return any(node is None or node.op == "get_attr" for node in nodes)
 
     def _know(self, result: Any, value: Any) -> None:
         for made, known in zip(pytree.tree_leaves(result), pytree.tree_leaves(value), strict=True):

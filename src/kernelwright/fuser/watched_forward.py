@@ -1,16 +1,20 @@
-"""The forward of a module while it is recorded, checked for what it sets on its modules.
+"""The forward of a module while it is recorded, checked for what it does beside computing tensors.
 
-A counter, a cache or a buffer that a forward sets would be set once, by the recording, and never
-again: a replayed graph runs no Python.
+A counter, a cache or a buffer that a forward sets on its modules, or in a list that it is given,
+would be set once, by the recording, and never again: a replayed graph runs no Python. Nor could an
+object that it returns be made anew.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..backends.torch_internals import pytree
 from .module_twin import CONTAINERS, HOOKS, OWN
+
+PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 class CannotRecord(Exception):
@@ -18,7 +22,8 @@ class CannotRecord(Exception):
 
 
 class WatchedForward(nn.Module):
-    """Calls the forward of a module, and raises CannotRecord if it has set an attribute.
+    """Calls the forward of a module, and raises CannotRecord if it has set an attribute or an item
+    of what it was given, or returns objects.
 
     The forward is called rather than the module, whose class may do more: transformers' layers run
     checkpointing there, which is around what is recorded.
@@ -30,7 +35,14 @@ class WatchedForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = {m: _held(m) for m in self.module.modules()}
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         result = self.module.forward(*args, **kwargs)
+        after = pytree.tree_flatten((args, kwargs))
+        if after[1] != structure or list(map(id, after[0])) != list(map(id, leaves)):
+            raise CannotRecord(f"the forward of {type(self.module).__name__} sets what it is given")
+        for leaf in pytree.tree_leaves(result):
+            if not isinstance(leaf, PLAIN):
+                raise CannotRecord(f"it returns a {type(leaf).__name__}")
         for module, held in before.items():
             if (name := _changed(held, _held(module))) is not None:
                 raise CannotRecord(f"the forward of {type(module).__name__} sets {name}")

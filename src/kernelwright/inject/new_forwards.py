@@ -96,7 +96,7 @@ def model_forward(
         return run(self, *args, **kwargs)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with model_run.begin(self, args, kwargs, fusions.samples):
+        with model_run.begin(self, args, kwargs, fusions.samples, fusions.states):
             samples = fusions.samples
             if fusions.fp8_layers is not None and model_run.active.adapted:
                 fusions.fp8_layers.follow_adapters(self, model_run.active.on_gpu)

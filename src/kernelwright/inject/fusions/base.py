@@ -16,6 +16,7 @@ from ..reuse.packed_gemm import SameBits
 from ..reuse.programs import Programs
 from ..reuse.prompt_values import PerForwardCache, Prompts
 from ..reuse.rope_tables import Tables
+from ..runtime import model_run
 from ..runtime.forwards import hooked
 from ..runtime.sites import BackendUnavailable, declined
 from ..state.hooks import is_plain
@@ -38,6 +39,7 @@ class BaseFusions:
     prompts: Prompts = field(init=False)
     fp8_layers: Fp8Layers | None = None
     samples: TensorSamples = field(default_factory=TensorSamples)
+    states: model_run.States = field(default_factory=WeakKeyDictionary)
     masks: PerForwardCache = field(default_factory=PerForwardCache)
     modulations: PerForwardCache = field(default_factory=PerForwardCache)
     same_bits: SameBits = field(default_factory=SameBits)

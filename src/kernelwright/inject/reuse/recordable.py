@@ -13,6 +13,7 @@ from ...fuser.joint_recording import Joint
 from ...fuser.recording import Recording
 from ...library_internals import exchanges_tensors, peft_layers
 from ..runtime.forwards import hooked
+from ..runtime.input_key import held_by
 from ..state.hooks import effect_of, effect_of_class
 
 # kernels for each op from which on a recording is not used: PyTorch's own are as fast
@@ -20,8 +21,14 @@ WORTH = 0.75
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a recording depends on: how inputs lie in memory, and the value of all others."""
-    return tuple(map(_key_of, args)), tuple([(k, _key_of(v)) for k, v in kwargs.items()])
+    """What a recording depends on: how inputs lie in memory, which are the same tensor, and the
+    value of all others."""
+    tensors = [id(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    return (
+        tuple(map(_key_of, args)),
+        tuple([(k, _key_of(v)) for k, v in kwargs.items()]),
+        tuple(map(tensors.index, tensors)),
+    )
 
 
 def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,14 +100,10 @@ def unknown_constant(root: nn.Module, made: Recording | Joint) -> str | None:
     """Why a tensor that the forward reads may change unnoticed, or None."""
     aten = torch.ops.aten
     nodes = {n.name: n for n in made.graph.nodes}
-    held = {id(t) for m in root.modules() for v in vars(m).values() for t in _tensors(v)}
+    held = set(map(id, held_by(root)))
     for name, tensor in made.constants.items():
         # a number written in the forward becomes a tensor that nothing else holds
         fresh = all(u.target is aten.lift_fresh_copy.default for u in nodes[name].users)
         if not fresh and id(tensor) not in held:
             return "a tensor that is neither given nor an attribute"
     return None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
 
@@ -56,6 +56,12 @@ def versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         (id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0)
         for v in pytree.tree_leaves((args, kwargs))
     ]
+
+
+def held_by(root: nn.Module) -> list[Tensor]:
+    """The tensors that modules hold: weights, buffers and other attributes."""
+    found = [v for m in root.modules() for v in pytree.tree_leaves(vars(m))]
+    return [v for v in found if isinstance(v, Tensor)]
 
 
 def on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -40,6 +40,11 @@ class _ModelState:
     repeatable: dict[int, bool] = field(default_factory=dict)
 
 
+# The states that a model was seen in, of one injection: what a state describes may hold the model,
+# and would keep it alive if anything but its own forwards held the state.
+States = WeakKeyDictionary[nn.Module, list[_ModelState]]
+
+
 class _Run(threading.local):
     """The model that is running in this thread. Its state is looked at when somebody first asks: a
     graph is replayed before, and the host compares while the GPU works."""
@@ -48,6 +53,7 @@ class _Run(threading.local):
     model: nn.Module | None = None
     on_gpu = False
     switches: int | None = None  # the number of PyTorch's switches
+    states: States | None = None
     samples: TensorSamples | None = None  # of the tensors that cached values depend on
     at_end: list[Callable[[], None]] | None = None  # to be called when the forward has ended
     deferred: list[Any] | None = None  # comparisons that wait for it
@@ -61,9 +67,9 @@ class _Run(threading.local):
     def __getattr__(self, name: str) -> Any:
         if name not in OF_NO_MODEL:
             raise AttributeError(name)
-        if self.model is None:
+        if self.model is None or self.states is None:
             return OF_NO_MODEL[name]
-        found = _state(self.model)
+        found = _state(self.model, self.states)
         self.serial = found.serial if found.run_once is None else 0
         self.run_once, self.modules = found.run_once, found.modules
         self.adapted, self.repeatable = found.adapted, found.repeatable
@@ -78,14 +84,17 @@ OF_NO_MODEL: dict[str, Any] = {
     "repeatable": None,
 }
 active = _Run()
-_models: WeakKeyDictionary[nn.Module, list[_ModelState]] = WeakKeyDictionary()
 # states kept per model: users who toggle a setting come back to an earlier one
 MAX_STATES = 4
 
 
 @contextmanager
 def begin(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: TensorSamples
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    samples: TensorSamples,
+    states: States,
 ) -> Iterator[None]:
     """Make `model`, called with these inputs, the active one."""
     if active.model is not None and active.serial and id(model) in active.modules:
@@ -97,7 +106,7 @@ def begin(
     before = names.copy()
     names.clear()
     active.token, active.model = next(_numbers), model
-    active.samples, active.at_end = samples, []
+    active.samples, active.states, active.at_end = samples, states, []
     active.switches, active.on_gpu = outside, kind == "cuda"
     at_end = active.at_end
     try:
@@ -144,13 +153,13 @@ def device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return next((v.device.type for v in given if isinstance(v, Tensor)), "cpu")
 
 
-def _state(model: nn.Module) -> _ModelState:
-    known = _models.get(model, [])
+def _state(model: nn.Module, states: States) -> _ModelState:
+    known = states.get(model, [])
     for found in known:
         if found.state.holds(model):
             return found
     modules = frozenset(map(id, model.modules()))
     state = State(model, adapters=False)
     found = _ModelState(state, why_run_once(model), modules, base_layers(model))
-    _models[model] = [found, *known[: MAX_STATES - 1]]
+    states[model] = [found, *known[: MAX_STATES - 1]]
     return found

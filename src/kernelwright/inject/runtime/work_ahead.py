@@ -181,8 +181,8 @@ _version = attrgetter("_version")
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Version counters. Inference tensors have none, but nothing writes between two blocks without
-    hooks."""
+    """Version counters. Inference tensors have none: recorded blocks return others, and models that
+    have a recipe do not write to what a block returns."""
     if not torch.is_inference_mode_enabled():
         try:
             return list(map(_version, tensors))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...library_internals import (
@@ -98,12 +100,23 @@ def effect_of(module: nn.Module) -> str | None:
     if of_library and not is_of_libraries(type(module).forward):
         return f"another forward on the class {name}"
     for key, value in own.items():
+        if key not in NOT_CALLED and _has_a_place(value):
+            return f"a {type(value).__name__} on {name}"
         if key in NOT_CALLED or not callable(value) or not has_settings(value):
             continue
         runs = value if isinstance(value, partial) else type(value).__call__
         if not is_of_libraries(runs):
             return f"a {type(value).__name__} on {name}"
     return None
+
+
+def _has_a_place(value: Any) -> bool:
+    """Whether an attribute is at another place after it was used: an iterator or random numbers; or
+    is an array, whose writes are not counted."""
+    if isinstance(value, Iterator | torch.Generator | random.Random):
+        return True
+    kind = type(value)
+    return kind.__name__ == "ndarray" or kind.__module__.startswith("numpy.random")
 
 
 def is_of_libraries(function: Any) -> bool:

@@ -3,14 +3,15 @@
 Libraries' modules are known to be pure. Code of others is looked at: its forward, the methods and
 functions of its own package that it calls. Setting an attribute, a global or an item of either, or
 calling a method that changes a container or an attribute in place, is an effect; filling a list or
-a dict that the function itself has made is none.
+a dict that the function itself has made is none. Nor must a forward be recorded that asks the world
+around it: for Python's or NumPy's random numbers, the time, the environment.
 """
 
 from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 # instructions that change something outside of a call
@@ -22,11 +23,13 @@ LOADS = frozenset(("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD
 CHANGES = frozenset(
     (
         *("append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault"),
-        *("appendleft", "popitem", "discard", "put", "put_nowait", "send"),
+        *("appendleft", "rotate", "popitem", "discard", "put", "put_nowait", "send"),
         *("write", "writelines", "print", "save", "setattr", "delattr", "register_buffer"),
         *("debug", "info", "warning", "warn", "error", "exception"),
     )
 )
+# modules whose functions give other results at each call
+WORLD = frozenset(("random", "secrets", "time", "datetime", "uuid", "os", "numpy.random"))
 
 
 def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
@@ -47,15 +50,31 @@ def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
                     return f"{code.co_name} of {kind.__name__} sets {name}"
                 if step.opname in ITEMS and (name := _outside(code, steps[:i])):
                     return f"{code.co_name} of {kind.__name__} sets an item of {name}"
+                if step.opname == "IMPORT_NAME" and name in WORLD:
+                    return f"{code.co_name} of {kind.__name__} reads {name}"
                 if step.opname not in LOADS:
                     continue
                 changes = name in CHANGES and not _is_own_container(code, steps, i)
                 if changes or _writes_to_attribute(steps[:i], name):
                     return f"{code.co_name} of {kind.__name__} calls {name}"
+                if step.opname == "LOAD_GLOBAL" and _asks_the_world(function, name, steps[i + 1 :]):
+                    return f"{code.co_name} of {kind.__name__} reads {name}"
                 pending += [getattr(kind, name, None), function.__globals__.get(name)]
                 if "super" in code.co_names:
                     pending += [vars(base).get(name) for base in kind.__mro__]
     return None
+
+
+def _asks_the_world(function: FunctionType, name: str, after: list[dis.Instruction]) -> bool:
+    """Whether a global is one of the modules in WORLD, or a function of one."""
+    value = function.__globals__.get(name)
+    if isinstance(value, ModuleType) and after and isinstance(after[0].argval, str):
+        value = getattr(value, after[0].argval, value)
+    if isinstance(value, ModuleType):
+        return value.__name__ in WORLD
+    owner = getattr(value, "__self__", None)  # functions of `random` are methods of one object
+    place = getattr(value, "__module__", None) or type(owner).__module__
+    return str(place) in WORLD
 
 
 def _codes(code: CodeType) -> Iterator[tuple[CodeType, list[dis.Instruction]]]:
