@@ -224,9 +224,9 @@ def test_a_mask_of_one_row_lies_in_memory_as_a_column():
     """A dimension of one element may have any stride, which `is_contiguous` does not ask for."""
     valid = torch.arange(8) < torch.tensor([[5], [6]])
     turned = valid[:, None, :, None].transpose(2, 3)
-    assert turned.is_contiguous() and turned.stride(2) == 1
+    assert turned.is_contiguous()
+    assert turned.stride(2) == 1
     assert read(turned, 8, 8) == read(valid[:, None, None], 8, 8)
-
 
 
 def test_random_masks_are_read_only_if_they_are_rows_times_keys():

@@ -251,6 +251,40 @@ def test_what_is_asserted_of_values_is_asserted_at_every_call():
         ours(x_of(), t=-torch.ones(3))
 
 
+class ReadsTables(Block):
+    OPTIONS = {"scale": 1.0}  # noqa: RUF012
+
+    def set_up(self):
+        self.tables = {"angles": torch.linspace(1, 2, WIDTH)}
+        self.options = {"attention": {"scale": 1.0}}
+
+    def step(self, x):
+        scale = self.options["attention"]["scale"] * self.OPTIONS["scale"]
+        return x * self.tables["angles"] * scale
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_stands_in_containers_is_replaced(gradients, monkeypatch):
+    eager, ours = pair(ReadsTables)
+    blocks = [*eager.blocks, *ours.blocks]
+
+    def same():
+        x = x_of().requires_grad_(gradients)
+        with torch.set_grad_enabled(gradients):
+            assert torch.equal(ours(x), eager(x))
+
+    for _ in range(4):
+        same()
+    for block in blocks:
+        block.tables["angles"] = torch.linspace(2, 3, WIDTH)
+    same()
+    for block in blocks:
+        block.options["attention"]["scale"] = 2.0
+    same()
+    monkeypatch.setitem(ReadsTables.OPTIONS, "scale", 3.0)
+    same()
+
+
 class KnowsItsModel(Model):
     def __init__(self, kind):
         super().__init__(kind)

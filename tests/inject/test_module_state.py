@@ -1,6 +1,9 @@
 """A snapshot of a module holds until something changes that a forward reads from Python."""
 
 import copy
+import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,27 @@ class Thing:
     """An attribute that is compared by identity."""
 
     __slots__ = ("__weakref__",)
+
+
+SCALE = 2.0
+
+
+def scaled(x):
+    return twice(x) * SCALE
+
+
+def twice(x):
+    return x * 2
+
+
+class Layer(nn.Module):
+    OPTIONS = {"bias": 1.0}  # noqa: RUF012
+
+    def forward(self, x):
+        return self.step(x)
+
+    def step(self, x):
+        return scaled(x) + self.OPTIONS["bias"]
 
 
 @pytest.fixture
@@ -54,10 +78,54 @@ def test_a_plain_value_in_a_container_counts(root, values, change):
     assert not state.holds(root)
 
 
-def test_what_has_no_value_to_compare_in_a_container_does_not_count(root):
-    root[0].values = values = [1, Thing()]
+@pytest.mark.parametrize("old", [Thing(), torch.zeros(2), {"scale": 1}, [[1]], nn.ReLU()])
+def test_another_object_in_a_container_counts(root, old):
+    root[0].values = values = [1, old]
+    root[0].named = named = {"one": old, "two": {"inner": old}}
     state = State(root)
-    values[1] = Thing()
+    assert state.holds(root)
+    for container, key in ((values, 1), (named, "one"), (named["two"], "inner")):
+        container[key] = None
+        assert not state.holds(root)
+        container[key] = old
+        assert state.holds(root)
+
+
+def test_what_comes_into_a_container_later_does_not_count(root):
+    """Tables by the size of what is asked for."""
+    root[0].tables = {4: torch.zeros(4)}
+    root[0].seen = [torch.zeros(4)]
+    state = State(root)
+    root[0].tables[8] = torch.zeros(8)
+    root[0].seen.append(torch.zeros(8))
+    assert state.holds(root)
+
+
+def test_settings_inside_of_settings_and_containers_count(root):
+    inner = SimpleNamespace(scale=1, parts=[1, 2])
+    root[0].config = SimpleNamespace(inner=inner, more={"inner": [inner]})
+    root[1].kinds = [SimpleNamespace(scale=1)]
+    state = State(root)
+    for change, back in (
+        (lambda: setattr(inner, "scale", 2), lambda: setattr(inner, "scale", 1)),
+        (lambda: inner.parts.append(3), lambda: inner.parts.pop()),
+        (
+            lambda: setattr(root[1].kinds[0], "scale", 2),
+            lambda: setattr(root[1].kinds[0], "scale", 1),
+        ),
+    ):
+        change()
+        assert not state.holds(root)
+        back()
+        assert state.holds(root)
+    root[0].config.inner = SimpleNamespace(scale=1, parts=[1, 2])
+    assert not state.holds(root)
+
+
+def test_what_counts_or_logs_is_no_setting(root):
+    root[0].config = SimpleNamespace(log=SimpleNamespace(lines=0, lock=threading.Lock()))
+    state = State(root)
+    root[0].config.log.lines = 1
     assert state.holds(root)
 
 
@@ -92,3 +160,24 @@ def test_copying_a_processor_does_not_count(root):
     assert state.holds(root)
     Processor.__call__ = lambda self, x: -x
     assert not state.holds(root)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "value"),
+    [
+        (Layer.OPTIONS, "bias", 2.0),
+        (vars(sys.modules[__name__]), "SCALE", 3.0),
+        (vars(sys.modules[__name__]), "scaled", lambda x: x),
+        (vars(sys.modules[__name__]), "twice", lambda x: x),
+    ],
+    ids=["a container of the class", "a global number", "a helper", "a helper's helper"],
+)
+def test_what_a_forward_reads_outside_of_the_module_counts(holder, name, value, monkeypatch):
+    layer = Layer()
+    state = State(layer)
+    assert state.holds(layer)
+    with monkeypatch.context() as changed:
+        changed.setitem(holder, name, value)
+        assert not state.holds(layer)
+        assert State(layer).holds(layer)
+    assert state.holds(layer)

@@ -21,13 +21,13 @@ WORTH = 0.75
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a recording depends on: how inputs lie in memory, which are the same tensor, and the
-    value of all others."""
-    tensors = [id(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    """What a recording depends on: how inputs lie in memory, which are one object, and the value of
+    all others."""
+    ids = tuple(map(id, (*args, *kwargs.values())))
     return (
         tuple(map(_key_of, args)),
         tuple([(k, _key_of(v)) for k, v in kwargs.items()]),
-        tuple(map(tensors.index, tensors)),
+        tuple(map(ids.index, ids)),
     )
 
 

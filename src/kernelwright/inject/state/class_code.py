@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import BuiltinFunctionType, FunctionType, MethodType
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+NUMBERS = (bool, int, float, str)
 COPIED = "__slotnames__"  # Python adds it to a class when the first of its objects is copied
 
 
 class Code:
-    """A snapshot of a class's functions, and of the global functions that its forward calls."""
+    """A snapshot of a class's functions and settings, and of the global functions and numbers that
+    its forward reads: also in other methods, and in functions of its own package."""
 
     def __init__(self, kind: type) -> None:
         classes = [k for k in kind.__mro__ if k not in (nn.Module, object)]
-        found = [vars(k).get(n) for k in classes for n in ("forward", "__call__")]
-        functions = [f for f in found if isinstance(f, FunctionType)]
-        self.classes = {k: (vars(k), dict(vars(k))) for k in classes}
-        self.called = {
-            (id(f.__globals__), name): (f.__globals__, name, f.__globals__[name])
-            for f in functions
-            for name in f.__code__.co_names
-            if isinstance(f.__globals__.get(name), FUNCTIONS)
-        }
+        self.classes = {k: (vars(k), _copied(vars(k))) for k in classes}
+        self.called: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        package = kind.__module__.partition(".")[0]
+        pending = [vars(k).get(n) for k in classes for n in ("forward", "__call__")]
+        seen: set[FunctionType] = set()
+        while pending:
+            function = pending.pop()
+            if not isinstance(function, FunctionType) or function in seen:
+                continue
+            seen.add(function)
+            names = function.__globals__
+            for name in _names(function.__code__):
+                pending += [vars(k).get(name) for k in classes]
+                value = names.get(name)
+                if isinstance(value, FUNCTIONS) or type(value) in NUMBERS:
+                    self.called[id(names), name] = names, name, value
+                if (getattr(value, "__module__", None) or "").partition(".")[0] == package:
+                    pending.append(value)
+
+
+def _copied(names: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class holds, with its containers as they are now."""
+    return {n: v.copy() if type(v) in (dict, list, set) else v for n, v in names.items()}
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names in a function, and in those that it defines."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 class Codes:

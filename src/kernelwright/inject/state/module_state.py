@@ -33,6 +33,7 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
 )
 CONTAINERS = (list, dict, set)
+NESTED = 3  # how many containers or settings one inside the other are looked into
 
 
 class State:
@@ -94,7 +95,7 @@ class State:
                 and all(map(_Settings.hold, self._settings))
                 and self._codes.hold()
             )
-        except (KeyError, RuntimeError, ValueError, TypeError):
+        except (LookupError, RuntimeError, ValueError, TypeError):
             return False  # an attribute is gone, or can no longer be compared
 
     def ignore_changed(self, root: nn.Module) -> bool:
@@ -263,14 +264,19 @@ _dtype = attrgetter("dtype")
 class _Settings:
     """The attributes of an object that is not a module, as far as they compare by value."""
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
+    def __init__(self, attributes: dict[str, Any], depth: int = NESTED) -> None:
         self._attributes = attributes
         self._names, self._types = list(attributes), list(map(type, attributes.values()))
         plain = [name for name, value in attributes.items() if is_plain_value(value)]
         self._get: Callable[[dict[str, Any]], Any] = itemgetter(*plain) if plain else len
         self._values = self._get(attributes)
         containers = [n for n, value in attributes.items() if isinstance(value, CONTAINERS)]
-        self._containers = [(name, _Contents(attributes[name])) for name in containers]
+        self._containers = [(name, _Contents(attributes[name], depth)) for name in containers]
+        self._inner = [
+            (name, _Object(value, depth))
+            for name, value in attributes.items()
+            if _is_settings(value, depth - 1)
+        ]
 
     def hold(self) -> bool:
         now = self._attributes
@@ -282,29 +288,77 @@ class _Settings:
                 not self._containers
                 or all(contents.hold(now[name]) for name, contents in self._containers)
             )
+            and (not self._inner or all(found.hold(now[name]) for name, found in self._inner))
         )
 
 
-class _Contents:
-    """The plain values of a list, tuple, set or dict."""
+class _Object:
+    """An object in a container or among settings: the same one, with the same settings."""
 
-    def __init__(self, container: Any) -> None:
+    def __init__(self, value: Any, depth: int) -> None:
+        try:
+            self._held: Callable[[], Any] = ref(value)
+        except TypeError:  # an object with slots
+            self._held = lambda: value
+        self._settings = None
+        if _is_settings(value, depth - 1):
+            self._settings = _Settings(vars(value), depth - 1)
+
+    def hold(self, now: Any) -> bool:
+        return now is self._held() and (self._settings is None or self._settings.hold())
+
+
+def _is_settings(value: Any, depth: int) -> bool:
+    """Whether an object holds nothing but settings: one with a lock, a file or a module in it may
+    count or log, and is no reason to compare anything again."""
+    if depth <= 0 or not has_settings(value):
+        return False
+    return all(
+        is_plain_value(v) or isinstance(v, CONTAINERS) or _is_settings(v, depth - 1)
+        for v in vars(value).values()
+    )
+
+
+class _Contents:
+    """What is in a list, tuple, set or dict: plain values, and other objects, in containers inside
+    of it too. Objects that come in later do not count: many a module keeps tables by size."""
+
+    def __init__(self, container: Any, depth: int = NESTED) -> None:
         self._plain = _plain_items(container)
         # if all are plain, they are compared in one go first; others must not be kept alive
         base = next(b for b in (*CONTAINERS, tuple) if isinstance(container, b))
         self.copy = base(container) if len(self._plain) == len(container) else None
         self._keys = list(container) if base is dict else None
-        # else by identity first: of the same objects, those that are plain have the same values.
-        # Others, whose ids may come again, do not count
+        # else by identity first: of the same objects, those that are plain have the same values
         self._ids = None if self.copy is not None else _ids(container)
+        self._others = [] if self.copy is not None else _others_in(container, depth)
 
     def hold(self, container: Any) -> bool:
         if self._ids is not None:
+            if not all(found.hold(container[key]) for key, found in self._others):
+                return False
             if _ids(container) == self._ids:
                 return True
         elif container == self.copy and (self._keys is None or list(container) == self._keys):
             return True
         return _plain_items(container) == self._plain
+
+
+def _others_in(container: Any, depth: int) -> list[tuple[Any, _Contents | _Object]]:
+    """What is not plain in a container, by its key or place."""
+    if depth <= 0 or isinstance(container, set):
+        return []
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    return [
+        (
+            key,
+            _Contents(value, depth - 1)
+            if isinstance(value, (*CONTAINERS, tuple))
+            else _Object(value, depth),
+        )
+        for key, value in pairs
+        if not is_plain_value(value)
+    ]
 
 
 def _ids(container: Any) -> list[int]:
