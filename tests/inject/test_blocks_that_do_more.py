@@ -164,6 +164,19 @@ def test_two_inputs_are_one_tensor(numerics):
         assert numerics == "fused" or torch.equal(found, expected)
 
 
+def test_two_inputs_are_one_tensor_in_training():
+    eager, ours = pair(AsksWhetherInputsAreOne)
+    a, other = x_of(3), x_of(3)
+    with torch.enable_grad():
+        for b in (other, other, a, a, other):
+            x, y = (x_of().requires_grad_() for _ in range(2))
+            found, expected = ours(x, a=a, b=b), eager(y, a=a, b=b)
+            assert torch.equal(found, expected)
+            found.sum().backward()
+            expected.sum().backward()
+            assert torch.equal(x.grad, y.grad)
+
+
 class Iterates(Block):
     def set_up(self):
         self.steps = itertools.cycle([1.0, 2.0, 3.0])

@@ -257,6 +257,8 @@ class Training:
         for t in tensors:
             if type(t) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise CannotRecord(f"a tensor of the class {type(t).__name__}")
+        if len(set(map(id, tensors))) < len(tensors):  # copies of it are not one tensor
+            raise CannotRecord("one tensor is given twice")
         key = (
             structure_of(module),
             signature(args, kwargs),
