@@ -259,6 +259,23 @@ def test_inspect_of_a_name_that_is_nothing():
     assert "ltx-video" in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["inspect", "flux-dev", "--cuda"], "--programs"),
+        (["inspect", "flux-dev", "--numerics", "exacct"], "exact, fused, fp8"),
+        (["demo", "--save", "picture.txt"], ".png or .jpg"),
+        (["bench", "model", "ltx-video", "--tiny", "--config", "eager,"], "names nothing"),
+        (["bench", "train", "llama-3-8b", "--tiny", "--tokens", "1"], "at least 2"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_any_work(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.replace("│", " ").split())
+
+
 def test_models_are_listed():
     names = [m["name"] for m in json.loads(invoke("models", "--json").stdout)]
     assert {"ltx-video", "flux-dev", "llama-3-8b"} <= set(names)

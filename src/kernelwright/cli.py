@@ -17,6 +17,7 @@ from .commands.profile import profile
 from .commands.report import compare, report
 from .commands.shared_options import DeviceOrCpu, JsonOption
 
+TIERS = ("exact", "fused", "fp8")
 START, MEASURE, EXTEND = "Start here", "Run and measure", "Write and publish kernels"
 
 
@@ -167,12 +168,17 @@ def inspect(
     """Show the structure of a model, and what `inject` would do with each part of it, or why not.
 
     Only the config is read and the model is built without memory for its weights, so a 12B model
-    takes a second. Prints one row for every module that could be fused: where it is, its class, how
-    many there are, whether it has a weight, and what replaces it.
+    takes some seconds. Prints one row for every module that could be fused: where it is, its class,
+    how many there are, whether it has a weight, and what replaces it.
     """
     if programs:
         _inspect_programs(model, tiny, cuda, numerics, as_json)
         return
+    if cuda:
+        raise typer.BadParameter(
+            "prints the source of --programs: give that too", param_hint="--cuda"
+        )
+    _check_tier(numerics)
     from . import inspect as look
     from .inject.report.architecture import Architecture
 
@@ -195,6 +201,13 @@ def inspect(
     console.print(report.summary)
 
 
+def _check_tier(numerics: str) -> None:
+    if numerics not in TIERS:
+        raise typer.BadParameter(
+            f"{numerics!r} is none of {', '.join(TIERS)}", param_hint="--numerics"
+        )
+
+
 def _inspect_programs(model: str, tiny: bool, cuda: bool, numerics: str, as_json: bool) -> None:
     from . import models as known
     from .commands import inspect_programs
@@ -205,16 +218,13 @@ def _inspect_programs(model: str, tiny: bool, cuda: bool, numerics: str, as_json
             f"{known.catalog.suggestion(model)}",
             param_hint="MODEL",
         )
-    if numerics not in (tiers := ("exact", "fused", "fp8")):
-        raise typer.BadParameter(
-            f"{numerics!r} is none of {', '.join(tiers)}", param_hint="--numerics"
-        )
+    _check_tier(numerics)
     with Console(stderr=True).status(f"writing the blocks of {model} down"):
         try:
             lines = list(inspect_programs.shown(model, tiny, cuda, numerics))
-        except RuntimeError as error:  # what reads values needs a model that has some
-            hint = "" if tiny else "; --tiny runs a small one"
-            raise typer.BadParameter(f"{error}{hint}", param_hint="MODEL") from None
+        except RuntimeError as error:
+            why = "" if tiny else f"{model} cannot run without memory for its weights: add --tiny ("
+            raise typer.BadParameter(f"{why}{error}{why and ')'}", param_hint="MODEL") from None
     if as_json:
         _print_json({"model": model, "programs": lines})
     else:

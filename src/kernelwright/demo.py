@@ -100,7 +100,8 @@ def run(
     size = FULL if full else TINY
     if save is not None:
         check_writable(save, "--save")
-    place = choose_device(device, tiny=size.tiny)
+        demo_picture.check_name(save)
+    place = choose_device(device, tiny=size.tiny, smaller="the tiny model (without --full)")
     # bfloat16 on the CPU too: in float32 the error against float32 would be zero
     dtype = torch.bfloat16 if place.type == "cpu" else choose_dtype(None, place)
     ways = _ways(place)

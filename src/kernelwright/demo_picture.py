@@ -9,9 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import BadSetting
+
 WIDTH = 1000  # small frames are enlarged to about this
 MARGIN, LABEL = 12, 24
 PAPER, INK = (251, 250, 248), (29, 28, 26)
+
+
+def check_name(path: Path) -> None:
+    """Raise BadSetting if no picture can be written under this name."""
+    from PIL import Image
+
+    Image.init()
+    if path.suffix.lower() not in Image.EXTENSION:
+        raise BadSetting("--save", f"{path.name!r}, expected a name that ends in .png or .jpg")
 
 
 def save(path: Path, before: Tensor, after: Mapping[str, Tensor]) -> None:

@@ -107,8 +107,8 @@ def examine(exact: bool = False) -> Report:
     if not cache.writable():
         why = cache.problem() or f"{cache.folder} cannot be written"
         notes.append(
-            f"{why}, so each process compiles again: "
-            f"set KERNELWRIGHT_CACHE to a writable folder of your own"
+            f"no kernel is kept, and each process compiles again: {why}; or set KERNELWRIGHT_CACHE "
+            "to a folder of your own"
         )
     return Report(
         system=f"{platform.system()} {platform.machine()}",

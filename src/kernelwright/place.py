@@ -12,16 +12,19 @@ from .gpus import Gpu, nvidia_smi
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def choose_device(name: str | None, *, tiny: bool = False) -> torch.device:
-    """The device named; or an idle GPU; or, for a tiny model where there is no GPU, the CPU."""
+def choose_device(
+    name: str | None, *, tiny: bool = False, smaller: str = "the tiny model (--tiny)"
+) -> torch.device:
+    """The device named; or an idle GPU; or, for a tiny model where there is no GPU, the CPU.
+    `smaller` says what runs on a CPU in seconds, and how it is asked for."""
     if name is not None:
         return _named(name)
     if not torch.cuda.is_available():
         if tiny:
             return torch.device("cpu")
         raise CannotRun(
-            "torch sees no GPU: the tiny model (--tiny, or without --full) runs on the CPU in "
-            "seconds; --device cpu runs the full one there, for hours"
+            f"torch sees no GPU: {smaller} runs on the CPU in seconds; --device cpu runs the full "
+            "one there, for hours"
         )
     if torch.cuda.is_initialized():  # nvidia-smi would count this process as a user of the GPU
         return torch.device("cuda", torch.cuda.current_device())

@@ -13,6 +13,7 @@ import kernelwright as kw
 from inject.harness import check_restored, left_behind, run, same
 from kernelwright import models
 from kernelwright.inject.fusions import norms as norm_places
+from kernelwright.inject.runtime.sites import BackendUnavailable
 
 
 @pytest.fixture
@@ -349,3 +350,21 @@ def test_the_report_is_data_too(ltx):
     assert data["replaced"] == report.replaced
     assert data["sites"]["QK-norm + RoPE"] == {"fused": len(model.transformer_blocks)}
     assert {"kind", "count", "replaced_by", "left_alone"} <= data["modules"][0].keys()
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_backend_asked_for_by_name_raises_on_a_cpu(backend, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)).requires_grad_(False)
+    with (
+        kw.injected(model, numerics="fused", backend=backend),
+        pytest.raises(BackendUnavailable, match=f'"{backend}"'),
+    ):
+        model(torch.randn(2, 64))
+
+
+def test_a_device_that_is_not_there_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="doctor"):
+        kw.inject(model, device="cuda:99")
+    assert kw.restore(model) == 0

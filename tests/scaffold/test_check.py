@@ -54,6 +54,13 @@ def test_a_new_kernel_is_good_and_what_could_not_be_seen_is_said(tmp_path):
     assert all(row["used"]["registers"] > 0 for row in parts["cubins"]["rows"])
 
 
+@pytest.mark.skipif(not NO_GPU, reason="a GPU is here")
+def test_parts_that_cannot_run_here_are_no_check():
+    report, _ = check("rmsnorm", "--only", "gpu", "--only", "benchmark")
+    assert not report["good"]
+    assert report["verdict"] == "nothing was run"
+
+
 # a change to the Triton kernel, and what a test then says
 BROKEN = {
     "wrong formula": ("tl.sigmoid(beta * b_x)", "tl.sigmoid(b_x)", "over the bar"),

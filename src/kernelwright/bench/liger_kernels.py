@@ -18,7 +18,7 @@ def liger(model: Any) -> Iterator[None]:
     also changes functions and classes of the model's file, which are put back, as the modules
     are."""
     if find_spec("liger_kernel") is None:
-        raise CannotRun("Liger is not installed: pip install liger-kernel")
+        raise CannotRun("Liger is not installed: pip install 'kernelwright[bench]'")
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise CannotRun(f"Liger needs a CUDA GPU, the model is on {device}")

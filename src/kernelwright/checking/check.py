@@ -51,7 +51,8 @@ class Report:
 
     @property
     def good(self) -> bool:
-        return not any(part.failures for part in self.parts)
+        ran = any(not part.skipped for part in self.parts)
+        return ran and not any(part.failures for part in self.parts)
 
     @property
     def verdict(self) -> str:
@@ -60,6 +61,8 @@ class Report:
         if wrong:
             return f"not good: {', '.join(wrong)}"
         ran = [p.name for p in self.parts if not p.skipped]
+        if not ran:
+            return "nothing was run"
         left = [name for name in PARTS if name not in ran]
         return f"good so far; not run: {', '.join(left)}" if left else "good"
 

@@ -127,7 +127,7 @@ def model(
     with one_line_errors("bench model", ValueError):
         rows = bench.run(
             presets or [],
-            [*split(config or usual), *PEERS.get(peer or "", ())],
+            [*split(usual if config is None else config), *PEERS.get(peer or "", ())],
             {name: size for name, size in sizes.items() if size is not None},
             tiny=tiny,
             device=device,

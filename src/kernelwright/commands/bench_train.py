@@ -76,6 +76,10 @@ def train(
 
     sizes = {"frames": frames, "height": height, "width": width, "batch": batch_size}
     sizes["tokens"] = tokens
+    if tokens is not None and tokens < 2:
+        raise typer.BadParameter(
+            "a loss compares each token with the next: at least 2", param_hint="--tokens"
+        )
     with one_line_errors("bench train", ValueError):
         rows = training.run(
             presets,

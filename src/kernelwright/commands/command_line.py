@@ -54,4 +54,7 @@ def spaced(configs: str) -> str:
 
 def split(text: str) -> list[str]:
     """What is named, comma-separated, with or without blanks."""
-    return [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise typer.BadParameter(f"{text!r} names nothing between two commas or at an end")
+    return names

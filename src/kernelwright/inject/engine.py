@@ -75,6 +75,7 @@ def inject(
     >>> restored = restore(layers)
     """
     options = Options(numerics, graphs, only, skip, verify, backend, recipes, keep)
+    there = None if device is None else _there(device)
     report, injections = _planned(target, options)
     for injection in injections:
         root = injection.root()
@@ -85,9 +86,21 @@ def inject(
         _uninstall(root)
         _active[root] = [injection]
         injection.install()
-        if device is not None:
-            place(root, torch.empty(0, device=device).device, injection.fp8_layers)
+        if there is not None:
+            place(root, there, injection.fp8_layers)
     return report
+
+
+def _there(device: torch.device | str) -> torch.device:
+    """The device to move a model to, with its number."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as no:  # a build without CUDA asserts that it has it
+        why = str(no).strip().partition("\n")[0]
+        raise ValueError(
+            f"inject: device {str(device)!r} cannot be used ({why}); `kernelwright doctor` says "
+            "what is missing"
+        ) from None
 
 
 def restore(target: Any) -> int:

@@ -65,7 +65,9 @@ def _read(path: Path) -> Results:
     except ValueError as error:
         raise Unreadable(f"{path}: not JSON ({error}); give a result file") from None
     if not isinstance(content, dict) or "schema" not in content:
-        raise Unreadable(f"{path}: has no schema, so it is not a result file; give one")
+        raise Unreadable(
+            f"{path}: has no schema, so it is no result file; --out writes one, not --json"
+        )
     if content["schema"] != SCHEMA:
         raise Unreadable(
             f"{path}: schema {content['schema']!r}, this version reads {SCHEMA}; "

@@ -28,7 +28,7 @@ class Way:
             expected = f"{', '.join(NUMERICS[:-1])} or {NUMERICS[-1]}"
             raise BadSetting("--numerics", f"{self.numerics!r}, expected {expected}")
         if self.graphs and self.numerics is None:
-            raise BadSetting("--graphs", "graphs need the kernels: add exact or fused")
+            raise BadSetting("--graphs", "graphs need the kernels: add exact or fused, or fp8")
 
     @property
     def keeps_bits(self) -> bool:
@@ -85,8 +85,10 @@ def _parse(name: str) -> Way:
     if not known or len(tiers) > 1 or len(set(words)) < len(words):
         raise BadSetting(
             "--config",
-            f"{name!r}, expected eager, or any of exact (or fused), graphs, compile joined by +",
+            f"{name!r}, expected eager, or any of exact (fused, fp8), graphs, compile, joined by +",
         )
+    if "graphs" in words and not tiers:
+        raise BadSetting("--config", f"{name!r}: graphs need kernels: add exact or fused, or fp8")
     return Way(tiers[0] if tiers else None, "graphs" in words, "compile" in words)
 
 

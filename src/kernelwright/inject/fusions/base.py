@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ...backends.triton import interpreting
 from ..fp8.layers import Fp8Layers
 from ..identify import norm_kinds
 from ..identify.norm_kinds import Norm
@@ -80,10 +81,11 @@ class BaseFusions:
     def _exact_and_backend(self, x: Tensor, chain: str | None) -> tuple[str | None, str | None]:
         """The exact mode and the backend of an op. On a GPU, exact mode requests CUDA by name: an
         op then raises where it has no kernel for that order, and does not fall back."""
-        if self.backend == "cuda" and x.device.type == "cpu":
+        runs = ("triton",) if interpreting() else ()
+        if x.device.type == "cpu" and self.backend not in (None, "torch", *runs):
             raise BackendUnavailable(
-                'inject: backend is "cuda", but the model runs on the CPU; move it to a GPU, or '
-                "leave backend out"
+                f'inject: backend is "{self.backend}", but the model runs on the CPU; move it to a '
+                "GPU, or leave backend out"
             )
         if not self.exact:
             return None, self.backend

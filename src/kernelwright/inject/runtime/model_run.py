@@ -94,7 +94,7 @@ def begin(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     samples: TensorSamples,
-    states: States,
+    states: States | None = None,
 ) -> Iterator[None]:
     """Make `model`, called with these inputs, the active one."""
     if active.model is not None and active.serial and id(model) in active.modules:
@@ -106,7 +106,8 @@ def begin(
     before = names.copy()
     names.clear()
     active.token, active.model = next(_numbers), model
-    active.samples, active.states, active.at_end = samples, states, []
+    active.samples, active.at_end = samples, []
+    active.states = WeakKeyDictionary() if states is None else states
     active.switches, active.on_gpu = outside, kind == "cuda"
     at_end = active.at_end
     try:
