@@ -81,8 +81,8 @@ class BaseFusions:
     def _exact_and_backend(self, x: Tensor, chain: str | None) -> tuple[str | None, str | None]:
         """The exact mode and the backend of an op. On a GPU, exact mode requests CUDA by name: an
         op then raises where it has no kernel for that order, and does not fall back."""
-        runs = ("triton",) if interpreting() else ()
-        if x.device.type == "cpu" and self.backend not in (None, "torch", *runs):
+        named = self.backend is not None and self.backend != "torch"
+        if named and x.device.type == "cpu" and not (self.backend == "triton" and interpreting()):
             raise BackendUnavailable(
                 f'inject: backend is "{self.backend}", but the model runs on the CPU; move it to a '
                 "GPU, or leave backend out"
