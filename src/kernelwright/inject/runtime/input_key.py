@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
+from ..state.hooks import COMMON
 
+CONTAINERS = (list, tuple, dict)
 PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -60,7 +62,13 @@ def versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 def held_by(root: nn.Module) -> list[Tensor]:
     """The tensors that modules hold: weights, buffers and other attributes."""
-    found = [v for m in root.modules() for v in pytree.tree_leaves(vars(m))]
+    found: list[Any] = []
+    for module in root.modules():
+        found += [*module._parameters.values(), *module._buffers.values()]
+        own = vars(module)
+        for name in own.keys() - COMMON:
+            value = own[name]
+            found += pytree.tree_leaves(value) if isinstance(value, CONTAINERS) else [value]
     return [v for v in found if isinstance(v, Tensor)]
 
 

@@ -31,6 +31,8 @@ NOT_CALLED = COMMON.union(HOOK_ATTRIBUTES)
 NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
 # libraries whose modules are stateless, unless an argument or a hook has state
 LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "accelerate", "kernelwright"))
+NUMBERS = frozenset((bool, int, float, str, type(None)))
+ADVANCING = (Iterator, torch.Generator, random.Random)
 MARK = "__kernelwright__"  # attribute that marks a forward as ours
 
 
@@ -100,9 +102,11 @@ def effect_of(module: nn.Module) -> str | None:
     if of_library and not is_of_libraries(type(module).forward):
         return f"another forward on the class {name}"
     for key, value in own.items():
-        if key not in NOT_CALLED and _has_a_place(value):
+        if key in NOT_CALLED or type(value) in NUMBERS:
+            continue
+        if _has_a_place(value):
             return f"a {type(value).__name__} on {name}"
-        if key in NOT_CALLED or not callable(value) or not has_settings(value):
+        if not callable(value) or not has_settings(value):
             continue
         runs = value if isinstance(value, partial) else type(value).__call__
         if not is_of_libraries(runs):
@@ -113,7 +117,7 @@ def effect_of(module: nn.Module) -> str | None:
 def _has_a_place(value: Any) -> bool:
     """Whether an attribute is at another place after it was used: an iterator or random numbers; or
     is an array, whose writes are not counted."""
-    if isinstance(value, Iterator | torch.Generator | random.Random):
+    if isinstance(value, ADVANCING):
         return True
     kind = type(value)
     return kind.__name__ == "ndarray" or kind.__module__.startswith("numpy.random")

@@ -275,7 +275,7 @@ class _Settings:
         self._inner = [
             (name, _Object(value, depth))
             for name, value in attributes.items()
-            if _is_settings(value, depth - 1)
+            if not isinstance(value, PLAIN) and _is_settings(value, depth - 1)
         ]
 
     def hold(self) -> bool:

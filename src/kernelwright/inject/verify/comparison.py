@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...backends.torch_internals import any_autocast, pytree
 from ..graphs.capture import leave_for_next_call
@@ -99,7 +99,8 @@ class Comparison:
         """Run eager, then fused, and compare."""
         ahead = work_ahead.is_offered(self.module)
         buffers = list(self.module.buffers())
-        given = versions((self.args, *self._held()), self.kwargs)
+        held = [t for t in held_by(self.module) if not isinstance(t, nn.Parameter)]
+        given = versions((self.args, *held, *buffers), self.kwargs)
         # the op of batch norm, which writes to them in training mode alone, counts no version
         before = [t.clone() for t in buffers] if self.module.training else []
         states = random_draws.generator_states(self.args, self.kwargs)
@@ -107,7 +108,7 @@ class Comparison:
         if (
             self.record.state.ignore_changed(self.module)
             or random_draws.generator_states(self.args, self.kwargs) != states
-            or versions((self.args, *self._held()), self.kwargs) != given
+            or versions((self.args, *held, *self.module.buffers()), self.kwargs) != given
             or not equal(before, buffers[: len(before)])
         ):
             self.record.run_once = "it has state, or draws random numbers"
@@ -131,10 +132,6 @@ class Comparison:
         self.found.unchecked = NO_MEMORY
         self._conclude(True)
         return self._fused(noting=False)
-
-    def _held(self) -> list[Tensor]:
-        """The tensors of the module that its forward may write to."""
-        return [t for t in held_by(self.module) if not isinstance(t, nn.Parameter)]
 
     def _compared(self, expected: Any, ahead: bool) -> Any:
         """The result of this call; sets the verdict if the values allow one."""
