@@ -75,7 +75,7 @@ def inject(
     >>> restored = restore(layers)
     """
     options = Options(numerics, graphs, only, skip, verify, backend, recipes, keep)
-    there = None if device is None else _there(device)
+    destination = None if device is None else _usable(device)
     report, injections = _planned(target, options)
     for injection in injections:
         root = injection.root()
@@ -86,12 +86,12 @@ def inject(
         _uninstall(root)
         _active[root] = [injection]
         injection.install()
-        if there is not None:
-            place(root, there, injection.fp8_layers)
+        if destination is not None:
+            place(root, destination, injection.fp8_layers)
     return report
 
 
-def _there(device: torch.device | str) -> torch.device:
+def _usable(device: torch.device | str) -> torch.device:
     """The device to move a model to, with its number."""
     try:
         return torch.empty(0, device=device).device

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
+from ...fuser.watched_forward import PLAIN
 from ..state.hooks import COMMON
 
 CONTAINERS = (list, tuple, dict)
-PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

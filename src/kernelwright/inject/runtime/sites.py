@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...backends.torch_internals import pytree
+from ..state.class_code import SIMPLE
 from .informative import Uninformative
 
 Forward = Callable[..., Any]
 EMPTY: dict[Any, Any] = {}
-NUMBERS = (bool, int, float, str)
 DIFFERS = "differs from eager's"
 NO_MEMORY = "not enough memory for a second run beside it"
 
@@ -90,7 +90,7 @@ def equal(a: Any, b: Any) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return type(a) is type(b) and (not isinstance(a, NUMBERS) or a == b or a != a)
+        return type(a) is type(b) and (not isinstance(a, SIMPLE) or a == b or a != a)
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if torch.equal(a, b):

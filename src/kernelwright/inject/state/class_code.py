@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
-NUMBERS = (bool, int, float, str)
+SIMPLE = (bool, int, float, str)
 COPIED = "__slotnames__"  # Python adds it to a class when the first of its objects is copied
 
 
@@ -34,7 +34,7 @@ class Code:
             for name in _names(function.__code__):
                 pending += [vars(k).get(name) for k in classes]
                 value = names.get(name)
-                if isinstance(value, FUNCTIONS) or type(value) in NUMBERS:
+                if isinstance(value, FUNCTIONS) or type(value) in SIMPLE:
                     self.called[id(names), name] = names, name, value
                 if (getattr(value, "__module__", None) or "").partition(".")[0] == package:
                     pending.append(value)

@@ -21,7 +21,7 @@ from ...library_internals import (
     has_library_hook,
     peft_layers,
 )
-from .class_code import FUNCTIONS
+from .class_code import FUNCTIONS, SIMPLE
 from .side_effects import visible_effect
 
 COMMON = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -31,7 +31,6 @@ NOT_CALLED = COMMON.union(HOOK_ATTRIBUTES)
 NO_SETTINGS = (nn.Module, Tensor, type, *FUNCTIONS)
 # libraries whose modules are stateless, unless an argument or a hook has state
 LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "accelerate", "kernelwright"))
-NUMBERS = frozenset((bool, int, float, str, type(None)))
 ADVANCING = (Iterator, torch.Generator, random.Random)
 MARK = "__kernelwright__"  # attribute that marks a forward as ours
 
@@ -102,9 +101,9 @@ def effect_of(module: nn.Module) -> str | None:
     if of_library and not is_of_libraries(type(module).forward):
         return f"another forward on the class {name}"
     for key, value in own.items():
-        if key in NOT_CALLED or type(value) in NUMBERS:
+        if key in NOT_CALLED or value is None or type(value) in SIMPLE:
             continue
-        if _has_a_place(value):
+        if _changes_unseen(value):
             return f"a {type(value).__name__} on {name}"
         if not callable(value) or not has_settings(value):
             continue
@@ -114,9 +113,9 @@ def effect_of(module: nn.Module) -> str | None:
     return None
 
 
-def _has_a_place(value: Any) -> bool:
-    """Whether an attribute is at another place after it was used: an iterator or random numbers; or
-    is an array, whose writes are not counted."""
+def _changes_unseen(value: Any) -> bool:
+    """Whether using an attribute changes it, as iterators and generators of random numbers; or it
+    can be written to without a version counter, as an array."""
     if isinstance(value, ADVANCING):
         return True
     kind = type(value)

@@ -3,8 +3,8 @@
 Libraries' modules are known to be pure. Code of others is looked at: its forward, the methods and
 functions of its own package that it calls. Setting an attribute, a global or an item of either, or
 calling a method that changes a container or an attribute in place, is an effect; filling a list or
-a dict that the function itself has made is none. Nor must a forward be recorded that asks the world
-around it: for Python's or NumPy's random numbers, the time, the environment.
+a dict that the function itself has made is none. Reading Python's or NumPy's random numbers, the
+time or the environment counts as an effect too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHANGES = frozenset(
         *("debug", "info", "warning", "warn", "error", "exception"),
     )
 )
-# modules whose functions give other results at each call
-WORLD = frozenset(("random", "secrets", "time", "datetime", "uuid", "os", "numpy.random"))
+# modules whose functions may give another result at each call
+UNREPEATABLE = frozenset(("random", "secrets", "time", "datetime", "uuid", "os", "numpy.random"))
 
 
 def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
@@ -50,14 +50,16 @@ def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
                     return f"{code.co_name} of {kind.__name__} sets {name}"
                 if step.opname in ITEMS and (name := _outside(code, steps[:i])):
                     return f"{code.co_name} of {kind.__name__} sets an item of {name}"
-                if step.opname == "IMPORT_NAME" and name in WORLD:
+                if step.opname == "IMPORT_NAME" and name in UNREPEATABLE:
                     return f"{code.co_name} of {kind.__name__} reads {name}"
                 if step.opname not in LOADS:
                     continue
                 changes = name in CHANGES and not _is_own_container(code, steps, i)
                 if changes or _writes_to_attribute(steps[:i], name):
                     return f"{code.co_name} of {kind.__name__} calls {name}"
-                if step.opname == "LOAD_GLOBAL" and _asks_the_world(function, name, steps[i + 1 :]):
+                if step.opname == "LOAD_GLOBAL" and _is_unrepeatable(
+                    function, name, steps[i + 1 :]
+                ):
                     return f"{code.co_name} of {kind.__name__} reads {name}"
                 pending += [getattr(kind, name, None), function.__globals__.get(name)]
                 if "super" in code.co_names:
@@ -65,16 +67,16 @@ def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
     return None
 
 
-def _asks_the_world(function: FunctionType, name: str, after: list[dis.Instruction]) -> bool:
-    """Whether a global is one of the modules in WORLD, or a function of one."""
+def _is_unrepeatable(function: FunctionType, name: str, after: list[dis.Instruction]) -> bool:
+    """Whether a global is one of the UNREPEATABLE modules, or a function of one."""
     value = function.__globals__.get(name)
     if isinstance(value, ModuleType) and after and isinstance(after[0].argval, str):
         value = getattr(value, after[0].argval, value)
     if isinstance(value, ModuleType):
-        return value.__name__ in WORLD
+        return value.__name__ in UNREPEATABLE
     owner = getattr(value, "__self__", None)  # functions of `random` are methods of one object
     place = getattr(value, "__module__", None) or type(owner).__module__
-    return str(place) in WORLD
+    return str(place) in UNREPEATABLE
 
 
 def _codes(code: CodeType) -> Iterator[tuple[CodeType, list[dis.Instruction]]]:
