@@ -44,6 +44,7 @@ def test_a_language_model_is_told_its_windows(graphs, monkeypatch):
     monkeypatch.setattr(window, "flash", lambda *given: calls.append(given[-1]) or own(*given))
     with kw.injected(model, numerics="fused", graphs=graphs) as report:
         first = run(model, inputs)
-        assert set(calls) == {model.config.get_text_config().sliding_window}
+        # one call with a window of its own tries the kernel
+        assert set(calls) - {window.WINDOW} == {model.config.get_text_config().sliding_window}
         assert all(same(run(model, inputs), first) for _ in range(4))
     assert not report.problems
