@@ -47,4 +47,9 @@ def test_a_language_model_is_told_its_windows(graphs, monkeypatch):
         # one call with a window of its own tries the kernel
         assert set(calls) - {window.WINDOW} == {model.config.get_text_config().sliding_window}
         assert all(same(run(model, inputs), first) for _ in range(4))
+        if graphs:
+            (of_model,) = report.graphs
+            assert of_model.captured == 1, of_model.reasons
+            (known,) = of_model._models.values()
+            assert all(graph._reads is None for graph in known.graphs.values())
     assert not report.problems

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, run, same, tensors
+from inject.language import SIZES, words
 from inject.tape import graphs_on_the_cpu
 from kernelwright import models
 from kernelwright.fuser import attention_by_lengths
@@ -18,6 +20,8 @@ from kernelwright.ops.attention import window
 PRESETS = ["hunyuan-video", "hunyuan-video-1.5"]
 TOKENS, WIDTH, HEADS = 12, 64, 2
 MORE = "attention with its mask: it says more than lengths"
+# of 7 words of two samples; the last of one are padding
+PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1] * 7])
 
 
 @pytest.fixture
@@ -51,6 +55,18 @@ def built(name, dtype=torch.float32, **sizes):
     return models.build(name, **how), models.inputs(name, **how, **sizes)
 
 
+def gemma():
+    """Two layers that see a window of three words, one that sees all before, and so on."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    sizes = {**SIZES, "num_hidden_layers": len(kinds), "sliding_window": 3, "layer_types": kinds}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval()
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            nn.init.uniform_(weight, 0.5, 1.5)
+    return model
+
+
 def close(got, expected):
     """As close as two orders of float32 sums are; another mask gives far more than that."""
     pairs = zip(tensors(got), tensors(expected), strict=True)
@@ -65,9 +81,9 @@ def follows(model, inputs):
     return all(close(model(**inputs), expected) for _ in range(2))
 
 
-@torch.no_grad()
-def test_exact_makes_the_numbers_of_a_mask_once_for_all_blocks(monkeypatch):
-    model, inputs = built("hunyuan-video-1.5", torch.bfloat16)
+@pytest.fixture
+def noted_masks(monkeypatch):
+    """The masks of PyTorch's attention."""
     plain, masks = programs.plain_attention, []
 
     def noted(query, key, value, mask, *how):
@@ -75,16 +91,37 @@ def test_exact_makes_the_numbers_of_a_mask_once_for_all_blocks(monkeypatch):
         return plain(query, key, value, mask, *how)
 
     monkeypatch.setattr(programs, "plain_attention", noted)
+    return masks
+
+
+@torch.no_grad()
+def test_exact_makes_the_numbers_of_a_mask_once_for_all_blocks(noted_masks):
+    model, inputs = built("hunyuan-video-1.5", torch.bfloat16)
     check_exact(model, inputs)
     kw.inject(model)
     for _ in range(2):
         run(model, inputs)
-    masks.clear()
+    noted_masks.clear()
     run(model, inputs)
-    of_blocks = [mask for mask in masks if mask.shape[-1] == masks[-1].shape[-1]]
+    width = noted_masks[-1].shape[-1]
+    of_blocks = [mask for mask in noted_masks if mask.shape[-1] == width]
     assert len(of_blocks) == len(model.transformer_blocks)
     assert of_blocks[0].dtype == torch.bfloat16
     assert all(mask is of_blocks[0] for mask in of_blocks)
+
+
+@torch.no_grad()
+def test_exact_makes_the_numbers_of_two_masks_that_take_turns_once_for_all_blocks(noted_masks):
+    model, inputs = gemma().to(torch.bfloat16), words(attention_mask=PADDED)
+    expected = run(model, inputs)
+    kw.inject(model)
+    assert all(same(run(model, inputs), expected) for _ in range(4))
+    noted_masks.clear()
+    assert same(run(model, inputs), expected)
+    window, whole = noted_masks[0], noted_masks[2]
+    assert [mask is window or mask is whole for mask in noted_masks] == [True] * 6
+    assert window.dtype == whole.dtype == torch.bfloat16
+    assert not torch.equal(window, whole)
 
 
 # (has it a mask?, number of keys): 2 of 8 words of a prompt are valid beside 18 cells; in 1.5 the
@@ -313,14 +350,18 @@ def test_exact_has_the_bits_of_eager(name, model, attended):
     assert attended == []
 
 
+def by_numbers(monkeypatch):
+    """On the CPU only the reading of single numbers is seen."""
+
+    def numbers(facts):
+        return [numbers(part) for part in facts] if facts.ndim else facts.item()
+
+    monkeypatch.setattr(attention_by_lengths, "_on_host", numbers)
+
+
 @torch.no_grad()
 def test_graphs_follow_masks_of_other_lengths(model, monkeypatch):
-    # on the CPU only reading single numbers is seen
-    monkeypatch.setattr(
-        attention_by_lengths,
-        "_on_host",
-        lambda facts: [[[n.item() for n in edges] for edges in sample] for sample in facts],
-    )
+    by_numbers(monkeypatch)
     first, second = given(keys(7)), given(keys(10))
     with graphs_on_the_cpu(), kw.injected(model, numerics="fused", graphs=True) as report:
         for _ in range(3):
@@ -395,3 +436,41 @@ def test_language_models_with_windows(name, windowed):
 def test_exact_is_told_no_window(model, windowed):
     check_exact(model, given(WINDOW))
     assert windowed == []
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """The windows that attention is told, by a kernel that stands in for PyTorch's on a GPU."""
+    told = []
+
+    def attend(query, key, value, scale, width):
+        told.append(width)
+        place = torch.arange(query.shape[2])
+        mask = window.seen(place, place, width)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+    monkeypatch.setattr(window, "why_not", lambda *given: None)
+    monkeypatch.setattr(window, "attend", attend)
+    return told
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(2, 7, dtype=torch.long)}])
+@torch.no_grad()
+def test_a_graph_reads_no_mask_that_is_made_of_no_input(given, windows, reads, monkeypatch):
+    by_numbers(monkeypatch)
+    model, inputs = gemma(), words(**given)
+    with graphs_on_the_cpu(), kw.injected(model, numerics="fused", graphs=True) as report:
+        for _ in range(3):
+            assert follows(model, inputs)
+        (graphs,) = report.graphs
+        assert graphs.captured == 1, graphs.reasons
+        assert not graphs.reasons
+        (known,) = graphs._models.values()
+        (graph,) = known.graphs.values()
+        assert (graph._reads is None) == (not given)
+        assert windows
+        if given:
+            assert follows(model, words(attention_mask=PADDED))
+            assert graphs.reasons

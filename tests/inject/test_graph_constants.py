@@ -37,6 +37,16 @@ def test_what_an_input_is_written_into_is_not():
     assert watched(run, torch.randn(5)) == [False, False, True]
 
 
+def test_memory_that_a_kernel_without_an_op_may_fill_is_not():
+    def run(x):
+        counted = torch.arange(5)
+        made = [torch.empty(5), torch.empty_like(counted), counted.new_empty(5)]
+        made[0].numpy()[:] = x.numpy()  # as a kernel that is launched by us
+        return [*made, made[0] + counted]
+
+    assert watched(run, torch.randn(5)) == [False] * 4
+
+
 def test_random_numbers_are_not():
     assert watched(lambda: [torch.rand(3), torch.zeros(3).normal_()]) == [False, False]
 

@@ -1,8 +1,9 @@
 """Which tensors of a forward are made of no input: every replay of its graph makes them alike.
 
 A tensor is constant if the op that made it read constant tensors only, or none: positions that a
-model counts with arange are, what it computes from inputs or weights is not. Numbers that Python
-reads from other tensors could go anywhere, so that nothing is constant after that.
+model counts with arange are, what it computes from inputs or weights is not. Nor is memory that is
+allocated empty: kernels that are launched without an op fill it. Numbers that Python reads from
+other tensors could go anywhere, so that nothing is constant after that.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...backends.torch_internals import pytree
 
 VARYING = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
+aten = torch.ops.aten
+EMPTY = (
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted),
+    *(aten.new_empty, aten.new_empty_strided),
+)
 
 
-class Enough(Exception):
-    """Raised to end a forward of which everything is known that was asked."""
+class Enough(BaseException):
+    """Raised to end a forward of which everything is known that was asked. Nothing may take it for
+    a fault of the forward."""
 
 
 class Constants(TorchDispatchMode):
@@ -41,6 +48,7 @@ class Constants(TorchDispatchMode):
         kwargs = kwargs or {}
         read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         constant = self.has(read) and not any(tag in op.tags for tag in VARYING)
+        constant &= op.overloadpacket not in EMPTY
         result = op(*args, **kwargs)
         made = pytree.tree_leaves(result)
         for t in made:

@@ -8,6 +8,10 @@ from the new values: if one differs, the result of the replay is not used. That 
 which is idle then until the host launches what follows: 0.1 to 0.3 ms on an H200. So what is made
 of no input, such as positions that the model counts itself, is found before: see constants.py.
 
+What our own attention reads of a mask is a decision too, where the mask is made of no input: the
+graph then neither makes that mask nor waits for it. Other masks are read as everything that a
+forward reads on the host, see host_reads.py; what is read here is not part of that.
+
 For this, functions of transformers are wrapped while a forward is recorded or captured; only the
 thread that does so is affected, and they are restored afterwards.
 """
@@ -18,8 +22,8 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +31,9 @@ from torch import Tensor
 from ..runtime.forwards import MARK
 from .buffers import Refusal
 from .constants import Constants, Enough
+from .host_reads import unwatched
 
+T = TypeVar("T")
 MASKING_MODULE = "transformers.masking_utils"
 DECIDERS = (
     "find_packed_sequence_indices",
@@ -94,12 +100,19 @@ class Decisions:
                 raise Refusal("its inputs need another attention mask than those at its capture")
 
     def take(
-        self, name: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        only_constant: bool = False,
     ) -> Any:
-        """The decision of `function`, or the recorded one."""
+        """The decision of `function`, or the recorded one; of one that is `only_constant`, that
+        only where all replays take it alike."""
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if self.collecting:
-            result = function(*args, **kwargs)
+            with nullcontext() if only_constant else unwatched():
+                result = function(*args, **kwargs)
             self._recorded.append((name, _kind(result)))
             self._read_tensors |= bool(tensors)
             return result
@@ -114,12 +127,25 @@ class Decisions:
             raise Refusal("it makes other masks during capture")
         constant = self._next < len(self._constant) and self._constant[self._next]
         self._next += 1
+        if only_constant:
+            return decision if constant else function(*args, **kwargs)
         if tensors and not constant:
             # copies: later tensors of the graph may reuse the memory of these
             copies = [_copy(a) for a in args]
             named = {key: _copy(a) for key, a in kwargs.items()}
             self._from_values.append((functools.partial(function, *copies, **named), decision))
-        return function(*args, **kwargs) if decision is Tensor else decision
+        with unwatched():
+            return function(*args, **kwargs) if decision is Tensor else decision
+
+
+def decided(function: Callable[..., T], *args: Any) -> T:
+    """`function(*args)`, which reads values on the host and gives no tensor. If the thread captures
+    a graph, and they are the same at every replay, that is read before."""
+    running = _running.decisions
+    if running is None:
+        return function(*args)
+    decision: T = running.take(function.__name__, function, args, {}, only_constant=True)
+    return decision
 
 
 @functools.cache  # one wrapper per function, so that torch.compile traces it once

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from ...backends.torch_internals import added_where_false, view_base
 from ...fuser import attention_by_lengths
 from ...fuser.attention_by_lengths import Lengths
+from ..graphs.mask_decisions import decided
 from .prompt_values import PerForwardCache
 
 
@@ -24,7 +25,7 @@ def lengths_of(
     if not kept.is_allowed(mask):
         return None
     asked = queries, keys, windows
-    said = partial(attention_by_lengths.read, mask, *asked)
+    said = partial(decided, attention_by_lengths.read, mask, *asked)
     return kept(view_base(mask), (*_view(mask), *asked), said)
 
 

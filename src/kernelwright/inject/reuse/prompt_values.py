@@ -13,6 +13,7 @@ changes (see graphs/prompt_graph.py).
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -129,16 +130,22 @@ class Prompts:
         return self._is_kept(t) if running is None else running.has_made(root(t))
 
 
-class _Last(threading.local):
-    sources: Sequence[ref[Tensor]] = ()
-    facts: Any = None
-    value: Any = None
+@dataclass(frozen=True)
+class _Shared:
+    """A value that blocks share, and what it was computed from."""
+
+    sources: list[ref[Tensor]]
+    facts: Any
+    value: Any
 
     def is_of(self, sources: Sequence[Tensor], facts: Any) -> bool:
         return self.facts == facts and all(map(is_, [r() for r in self.sources], sources))
 
-    def forget(self) -> None:
-        self.sources, self.facts, self.value = (), None, None
+
+class _Newest(threading.local):
+    def __init__(self) -> None:
+        # of two tensors: a model with sliding windows passes its layers two masks in turn
+        self.values: deque[_Shared] = deque(maxlen=2)
 
 
 class PerForwardCache:
@@ -146,7 +153,7 @@ class PerForwardCache:
     is let go when the forward ends: a mask of all pairs of tokens takes as much as a layer."""
 
     def __init__(self) -> None:
-        self._last = _Last()
+        self._newest = _Newest()
 
     def __deepcopy__(self, memo: Any) -> PerForwardCache:
         return PerForwardCache()
@@ -178,12 +185,15 @@ class PerForwardCache:
     ) -> T:
         sources = (source, *others)
         known = facts, [t._version for t in sources], phase(), model_run.active.token
-        last = self._last
-        if not last.is_of(sources, known):
-            last.sources, last.facts, last.value = list(map(ref, sources)), known, make()
-            if model_run.active.at_end is not None:
-                model_run.active.at_end.append(last.forget)
-        return last.value
+        values = self._newest.values
+        for shared in values:
+            if shared.is_of(sources, known):
+                return shared.value
+        value = make()
+        values.append(_Shared(list(map(ref, sources)), known, value))
+        if model_run.active.at_end is not None:
+            model_run.active.at_end.append(values.clear)
+        return value
 
 
 def can_cache(source: Tensor, weights: Sequence[Any]) -> bool:
