@@ -12,6 +12,7 @@ from kernelwright.fuser.recorded_ops import (
     LINEAR,
     LINEAR_GELU,
     LINEAR_OF_ACTIVATION,
+    LINEAR_OF_PARTS,
     LINEARS,
 )
 
@@ -202,6 +203,50 @@ def test_a_gelu_that_cublas_does_not_have_stays_as_it_is(other):
     made = recorded(FeedForward(**other), torch.randn(4, 16))
     rewriting.take_gelu_into_products(made.graph)
     assert targets(made) == ([LINEAR, LINEAR], [])
+
+
+class Joins(nn.Module):
+    """Adds a linear layer of two branches that it concatenates."""
+
+    def __init__(self, act, left=16, out=16, dim=-1):
+        super().__init__()
+        self.left, self.up, self.act, self.dim = nn.Linear(16, left), nn.Linear(16, 64), act, dim
+        self.down = nn.Linear(left + 64 if dim == -1 else 64, out)
+
+    def forward(self, x):
+        joined = torch.cat([self.left(x), self.act(self.up(x * 2))], dim=self.dim)
+        return self.down(joined) * 3
+
+
+def test_a_product_of_a_concatenation_becomes_one_of_its_parts():
+    block, x = Joins(nn.GELU(approximate="tanh")), torch.randn(2, 4, 16)
+    made = recorded(block, x)
+    rewriting.take_gelu_into_products(made.graph)
+    rewriting.split_products_of_concatenations(made.graph)
+    assert not made.graph.find_nodes(op="call_function", target=aten.cat.default)
+    (node,) = made.graph.find_nodes(op="call_function", target=LINEAR_OF_PARTS)
+    assert len(node.args[0]) == 2
+    got, want = result(made, block, x)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Joins(nn.SiLU()),  # a program stores it in its place
+        Joins(nn.Identity(), out=80),  # the result is as large as what would be copied
+        Joins(nn.Identity(), left=15),  # the second part would begin where no vector may
+        Joins(nn.Identity(), left=64, dim=1),
+    ],
+    ids=["computed", "wide", "odd", "tokens"],
+)
+def test_other_concatenations_stay(block):
+    x = torch.randn(2, 4, 16)
+    made = recorded(block, x)
+    rewriting.split_products_of_concatenations(made.graph)
+    assert not made.graph.find_nodes(op="call_function", target=LINEAR_OF_PARTS)
+    got, want = result(made, block, x)
+    assert torch.equal(got, want)
 
 
 class Gated(nn.Module):

@@ -16,7 +16,11 @@ from ..fuser.launching import kernel_of, layout_of
 from ..fuser.planning import Plan
 from ..fuser.program import Program
 from ..fuser.recording import CannotRecord
-from ..fuser.rewriting import take_activations_into_products, take_gelu_into_products
+from ..fuser.rewriting import (
+    split_products_of_concatenations,
+    take_activations_into_products,
+    take_gelu_into_products,
+)
 from ..inject.fp8.suitable_layers import is_short, misfit_of_shape
 
 
@@ -33,6 +37,7 @@ def shown(preset: str, tiny: bool, cuda: bool, numerics: str = "exact") -> Itera
             continue
         if numerics == "fused":
             take_gelu_into_products(recorded.graph)
+            split_products_of_concatenations(recorded.graph)
         elif numerics == "fp8":
             take_activations_into_products(recorded.graph, _is_quantised)
             mark_rows(recorded.graph, _is_quantised)

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..ops import library
 from ..ops.fp8.reference import activated
 from ..ops.linear import linear_gelu
+from ..ops.linear.parts import linear_of_parts
 from ..ops.linear.plain import separate_linears
 
 # what PyTorch chooses the kernel of an attention from
@@ -83,7 +84,7 @@ def linear_of_activation(
     return F.linear(activated(x, activation, up, left), weight, bias)
 
 
-# these three are in no forward that is recorded: a rewriting of its graph puts them there
+# these four are in no forward that is recorded: a rewriting of its graph puts them there
 LINEARS = library.define(
     "recorded_linears",
     "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]",
@@ -103,6 +104,12 @@ LINEAR_OF_ACTIVATION = library.define(
     "(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? up, Tensor? left) -> Tensor",
     linear_of_activation,
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)
+LINEAR_OF_PARTS = library.define(
+    "recorded_linear_of_parts",
+    "(Tensor[] parts, Tensor weight, Tensor? bias) -> Tensor",
+    linear_of_parts,
+    lambda parts, weight, bias: parts[0].new_empty(*parts[0].shape[:-1], weight.shape[0]),
 )
 ATTENTION = library.define(
     "recorded_attention",

@@ -14,7 +14,14 @@ from ..backends.torch_internals import adds_bias_apart, linear_adds_bias_apart, 
 from ..ops.row.default_eps import default_eps
 from .building import MOVES, STEPS
 from .norms import RMS_NORMS
-from .recorded_ops import ATTENTION, LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS
+from .recorded_ops import (
+    ATTENTION,
+    LINEAR,
+    LINEAR_GELU,
+    LINEAR_OF_ACTIVATION,
+    LINEAR_OF_PARTS,
+    LINEARS,
+)
 from .row_layout import ACCESS
 from .views import PARTS, VIEWS, packet
 
@@ -233,6 +240,31 @@ def take_gelu_into_products(graph: fx.Graph) -> None:
         node.replace_all_uses_with(both)
         graph.erase_node(node)
         graph.erase_node(product)
+
+
+def split_products_of_concatenations(graph: fx.Graph) -> None:
+    """Write a linear layer of a concatenation as one of its parts, if most of them would be copied:
+    those that a program computes are stored in their place."""
+    for node in graph.find_nodes(op="call_function", target=LINEAR):
+        whole, weight, bias = node.args
+        if whole.target is not aten.cat.default or len(whole.users) > 1:
+            continue
+        parts, dim = (*whole.args, 0)[:2]
+        values = [p.meta["val"] for p in parts]
+        if dim % values[0].ndim != values[0].ndim - 1 or len({v.dtype for v in values}) > 1:
+            continue
+        if any(v.shape[-1] * v.element_size() % ACCESS or not _lies_in_rows(v) for v in values):
+            continue
+        copied = sum(p.meta["val"].shape[-1] for p in parts if not _is_step(p))
+        # a product for each part reads the result of those before it, and writes it again
+        if copied <= (len(parts) - 1) * weight.meta["val"].shape[0]:
+            continue
+        with graph.inserting_before(node):
+            split = graph.call_function(LINEAR_OF_PARTS, (parts, weight, bias))
+        split.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(split)
+        graph.erase_node(node)
+        graph.erase_node(whole)
 
 
 def take_activations_into_products(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from ..ops.attention import window
 from ..ops.linear import algorithms, linear_gelu
+from ..ops.linear.parts import linear_of_parts
 from . import interpreter
 from .argument_views import Layout, layout, layouts_as_read, lies_in
 from .attention_by_lengths import Lengths, attend, laid_out
@@ -32,6 +33,7 @@ from .recorded_ops import (
     LINEAR,
     LINEAR_GELU,
     LINEAR_OF_ACTIVATION,
+    LINEAR_OF_PARTS,
     LINEARS,
     RMS_NORM,
     call_layer,
@@ -62,6 +64,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     LINEAR_GELU: linear_gelu,
     LINEARS: joined_linears,
     LINEAR_OF_ACTIVATION: linear_of_activation,
+    LINEAR_OF_PARTS: linear_of_parts,
     ATTENTION: plain_attention,
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
@@ -75,7 +78,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 
 # ops with a weight: an input that reaches one is an activation, and differs from block to block
 PRODUCTS = (
-    *(LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEARS, LAYER),
+    *(LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEAR_OF_PARTS, LINEARS, LAYER),
     aten.convolution.default,
 )
 ATTENDS = (ATTENTION, PARALLEL_ATTENTION)

@@ -31,6 +31,7 @@ from ...fuser.rewriting import (
     join_products_of_one_input,
     merge_heads_where_they_lie,
     multiply_whole_rows,
+    split_products_of_concatenations,
     take_activations_into_products,
     take_bias_out_of_convolutions,
     take_bias_out_of_products,
@@ -200,6 +201,7 @@ class Programs:
         merge_heads_where_they_lie(made.graph, self._attends_alike)
         if not self.exact and self.fp8_layers is None:
             take_gelu_into_products(made.graph)
+            split_products_of_concatenations(made.graph)
         take_bias_out_of_convolutions(made.graph)
         if self.fp8_layers is None:  # an fp8 GEMM adds the bias itself
             take_bias_out_of_products(made.graph)
