@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,9 @@ from pathlib import Path
 
 # names the file whose lock the timing process holds
 VARIABLE = "KERNELWRIGHT_TURNS"
-SETTLE = 0.5  # seconds in which the GPU ends what processes had started before they were stopped
+SETTLE = 0.5  # seconds after which the GPU is asked whether it still works for those stopped
+# they may have launched seconds of work: a forward of Wan takes half a second
+LONGEST = 10.0
 
 
 def taken() -> bool:
@@ -34,10 +37,28 @@ def alone() -> Iterator[None]:
         others = [pid for pid in children(os.getppid()) if pid != os.getpid()]
         try:
             send(signal.SIGSTOP, others)
-            time.sleep(SETTLE)
+            _settle()
             yield
         finally:
             send(signal.SIGCONT, others)
+
+
+def _settle() -> None:
+    """Wait until the GPU has done what processes had launched before they were stopped."""
+    end = time.monotonic() + LONGEST
+    time.sleep(SETTLE)
+    while _is_busy() and time.monotonic() < end:
+        time.sleep(SETTLE / 2)
+
+
+def _is_busy() -> bool:
+    """Whether a GPU is working, as far as nvidia-smi knows."""
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=LONGEST, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return any(line.strip() not in ("0", "[N/A]") for line in said.stdout.splitlines())
 
 
 @contextmanager
