@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from kernelwright.report import generation, readme_tables
 from kernelwright.report.figures import Device, Model, devices
 from kernelwright.report.markup import Html, joined, tag
+from kernelwright.report.parsing import OTHER_SIZE
 from kernelwright.report.png import COLOURS
 from kernelwright.report.reading import Results, read
 from kernelwright.report.rows import OpRow, Workload
@@ -153,36 +152,38 @@ def exactness(results: Path) -> str:
 
 def first_results(results: Path) -> str:
     """Seconds to the first result of each model. Where new processes were timed: with empty caches,
-    with warm ones, and how long the first forward at another size takes against later ones."""
+    with warm ones, and the first forwards at another size."""
     files, device = _device(results / "models")
-    (alone,) = read([results / "first.json"])
-    processes = {
-        (_title(values), values["config"]): values | {"other_last_s": values["other_second_s"]}
-        for values in alone.others
-    }
+    processes = read([results / "first"])
+    timed = dict(cell for file in processes for cell in _of_processes(file))
     shown = ("eager", "compile", "exact", "exact+graphs", "fused")
+    models = {model.title: model for model in device.models}
     lines = [f"| first forward, s | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
-    for model in device.models:
-        cells = []
-        for config in shown:
-            row, timed = model.row(config), processes.get((model.title, config))
-            if timed is None and row and row.cold_s is not None:
-                timed = asdict(row)
-            first = f"{row.first_s:.1f}" if row and row.first_s is not None else "–"
-            cells.append(_of_processes(timed) if timed else first)
-        lines.append(f"| `{model.title}` | {' | '.join(cells)} |")
-    about = f"{_about(files)} Processes of their own: commit {alone.environment.commit}."
+    for title in dict.fromkeys([*models, *(title for title, _ in timed)]):
+        rows = models[title].rows if title in models else ()
+        seconds = {r.config: f"{r.first_s:.1f}" for r in rows if r.first_s is not None}
+        cells = [timed.get((title, config)) or seconds.get(config, "–") for config in shown]
+        lines.append(f"| `{title}` | {' | '.join(cells)} |")
+    commits = ", ".join(sorted({(f.environment.commit or "unknown")[:7] for f in processes}))
+    about = f"{_about(files)} Processes of their own: commit {commits}."
     return "\n".join([*lines, "", about])
 
 
-def _title(values: dict[str, Any]) -> str:
-    sizes = tuple(values["sizes"].items())
-    return Workload(values["model"], sizes, values["dtype"], values["tiny"]).title
+def _of_processes(file: Results) -> Iterator[tuple[tuple[str, str], str]]:
+    """What to show for the models and configurations of a file."""
+    for values in file.others:
+        sizes = tuple(values["sizes"].items())
+        title = Workload(values["model"], sizes, values["dtype"], values["tiny"]).title
+        other = [values[name] for name in OTHER_SIZE if name in values]
+        yield (title, values["config"]), _seconds(values["cold_s"], values["warm_s"], other)
+    for row in file.models:
+        if row.cold_s is not None and row.warm_s is not None:
+            cell = _seconds(row.cold_s, row.warm_s, row.other_s)
+            yield (row.workload.title, row.config), cell
 
 
-def _of_processes(values: dict[str, Any]) -> str:
-    times = values["other_first_s"] / values["other_last_s"]
-    return f"{values['cold_s']:.1f} cold, {values['warm_s']:.1f} warm, {times:.1f}× another size"
+def _seconds(cold: float, warm: float, other: Sequence[float]) -> str:
+    return f"{cold:.1f} cold, {warm:.1f} warm; another size {', '.join(f'{s:.2g}' for s in other)}"
 
 
 def hub_calls(results: Path) -> str:

@@ -117,6 +117,9 @@ def measurements() -> Iterator[Measurement]:
     for name in ("flux2-dev", "ltx-2"):
         command = (*model, name, "--config", "eager,exact+graphs", *quick)
         yield Measurement(f"full-depth/{name}", command, 60)
+    for name in ("ltx-video", "flux2-dev", "ltx-2"):
+        both = ("--config", "eager,exact", "--first", "eager,exact")
+        yield Measurement(f"first/{name}", (*model, name, *both, *quick), 110)
     for name, what in TRAINED.items():
         peers = ",liger" if name.startswith("llama") else ""
         command = ("bench", "train", *what, "--config", TRAINED_AS + peers, "--no-error")

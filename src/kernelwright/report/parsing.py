@@ -22,6 +22,8 @@ from .rows import (
 
 # the peers of older files, which do not name them
 PEERS = ("eager", "compile")
+# the first forwards at another size, as far as a file has them
+OTHER_SIZE = ("other_first_s", "other_second_s", "other_third_s", "other_fourth_s")
 
 
 def _workload(row: Values) -> Workload:
@@ -49,8 +51,7 @@ def _model(row: Values, head: Values) -> ModelRow:
         first_s=row.maybe("first_s"),
         cold_s=row.maybe("cold_s"),
         warm_s=row.maybe("warm_s"),
-        other_first_s=row.maybe("other_first_s"),
-        other_last_s=row.maybe("other_fourth_s") or row.maybe("other_second_s"),
+        other_s=tuple(s for name in OTHER_SIZE if (s := row.maybe(name)) is not None),
         peak_gib=row.maybe("peak_gib"),
         steady_reserved_gib=row.maybe("steady_reserved_gib"),
         replaced=None if replaced is None else row.count("replaced"),

@@ -96,8 +96,7 @@ class ModelRow:
     first_s: float | None
     cold_s: float | None
     warm_s: float | None
-    other_first_s: float | None
-    other_last_s: float | None  # the fourth forward at another size, of older rows the second
+    other_s: tuple[float, ...]  # the first forwards at another size
     peak_gib: float | None
     steady_reserved_gib: float | None
     replaced: int | None
