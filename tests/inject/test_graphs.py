@@ -128,7 +128,10 @@ def test_a_failed_capture_is_told_and_not_tried_again():
         return x + 1
 
     graphs, call = function(forward)
-    for seed in range(4):
+    call(data())
+    with pytest.warns(UserWarning, match="without a CUDA graph: capture failed: not while"):
+        call(data())
+    for seed in range(2):
         assert torch.equal(call(data(seed)), data(seed) + 1)
     assert tried == [1]
     assert not capturing()

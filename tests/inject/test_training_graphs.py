@@ -388,7 +388,8 @@ def test_a_failed_capture_is_told_and_not_tried_again(monkeypatch):
         raise RuntimeError("not while capturing\nand more about it")
 
     monkeypatch.setattr(Overwriting, "record", record)
-    _, _, graphs = injected_pair(model(layers=1), calls=5)
+    with pytest.warns(UserWarning, match="graphs while training: capture failed: not while"):
+        _, _, graphs = injected_pair(model(layers=1), calls=5)
     assert set(graphs.reasons) == {"capture failed: not while capturing"}
 
 

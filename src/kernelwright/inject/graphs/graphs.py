@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
+from ...backends.user_warnings import warn
 from ..runtime.gradients import autograd_records, gives_gradients, records_gradients
 from ..runtime.random_draws import generator_states
 from ..runtime.sites import equal
@@ -314,6 +315,7 @@ class Graphs:
             reason = str(error) if isinstance(error, Refusal) else f"capture failed: {_line(error)}"
             if reason != DRAWS:  # another thread may have drawn them: try again later
                 known.failed[call.key] = reason
+                warn(f"{self.name or type(model).__name__} runs without a CUDA graph: {reason}")
             if len(known.failed) > FAILURES_REMEMBERED:
                 known.failed.popitem(last=False)
             raise Refusal(reason) from None

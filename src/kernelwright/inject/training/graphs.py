@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import any_autocast, in_backward, saves_through_hooks
+from ...backends.user_warnings import warn
 from ..graphs.buffers import InputBuffer, Refusal, alignment
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
@@ -273,6 +274,7 @@ class TrainingGraphs:
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             found.refused = f"capture failed: {line}"
+            warn(f"a block runs without CUDA graphs while training: {found.refused}")
         raise Refusal(found.refused)
 
     def _capture(self, block: Block, inputs: Sequence[Tensor], token: int) -> BlockGraph:
