@@ -455,3 +455,14 @@ def test_what_was_compiled_serves_graphs_too_and_is_undone_before_anything_else(
     assert compiled == [("compile",), ("compile", "autotune")]
     assert undone == compiled
     assert reused == [False, True, False, False]
+
+
+def test_layers_that_are_not_in_fp8_are_told():
+    shown = invoke("dit-xl", *TINY, "--config", "fp8", "--no-error")
+    assert "dit-xl fp8: 12 layers not in fp8: fewer than 64 rows" in shown.output
+
+
+def test_no_time_runs_backwards():
+    refused = invoke("dit-xl", "--tiny", "--seconds", "-1")
+    assert refused.exit_code == 2
+    assert "--seconds" in refused.output

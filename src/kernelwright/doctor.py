@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .backends import cuda
@@ -157,7 +157,9 @@ def page(report: Report) -> RenderableType:
     if report.cublaslt:
         fact("GEMM", report.cublaslt)
 
-    ops = Table("op", "backend", "exact mode", "why", header_style="bold")
+    ops = Table(
+        Column("op", overflow="fold"), *("backend", "exact mode", "why"), header_style="bold"
+    )
     for o in report.ops:
         ops.add_row(o.op, o.backend, o.exact or "–", Text(o.reason))
     parts: list[RenderableType] = [facts, ops]

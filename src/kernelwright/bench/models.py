@@ -172,6 +172,8 @@ def _measure(
             row["sites"] = report.sites
             row["problems"] = report.to_dict()["problems"]
             row["graphs"] = report.graph_lines
+            if report.not_in_fp8:
+                row["not_in_fp8"] = report.not_in_fp8
         elif (graphs := getattr(run, "graph_lines", None)) is not None:
             row["graphs"] = graphs
         # a peer's copy of the model stands beside the model

@@ -49,7 +49,7 @@ def table(rows: Sequence[dict[str, Any]], title: str = "One forward") -> Table:
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
     """Why some configurations have no time, a line for those of a model that share a reason; calls
-    that ran without a graph; and the caveat of a CPU."""
+    that ran without a graph; layers that are not in fp8; and the caveat of a CPU."""
     failed = (row for row in rows if "failed" in row)
     shared = groupby(failed, lambda row: (row["model"], row["failed"], _style(row)))
     reasons = [
@@ -62,7 +62,12 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[Text]:
         for graphs in row.get("graphs", ())
         if "without" in graphs
     ]
-    return [*reasons, *without, *(Text(text, style="yellow") for text in caveats(rows))]
+    wider = [
+        Text(f"{row['model']} {row['config']}: {count} layers not in fp8: {why}", style="yellow")
+        for row in rows
+        for why, count in row.get("not_in_fp8", {}).items()
+    ]
+    return [*reasons, *without, *wider, *(Text(text, style="yellow") for text in caveats(rows))]
 
 
 def _style(row: dict[str, Any]) -> str:

@@ -147,7 +147,7 @@ def use(
 @app.command()
 def bench(
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each backend.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time spent on each backend.")] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Time the host side of a call: the compiled library, Triton, NVRTC and F.rms_norm.

@@ -31,7 +31,19 @@ Layers = Annotated[
     int | None,
     typer.Option(help="Build at most this many layers of each kind of block, at full width."),
 ]
-Seconds = Annotated[float, typer.Option(help="Seconds spent on timing each configuration.")]
+
+
+def _not_negative(seconds: float) -> float:
+    # not by `min`, which would be written beside the type: "<float range> [x>=0.0]"
+    if seconds < 0:
+        raise typer.BadParameter("it must be 0 or more")
+    return seconds
+
+
+Seconds = Annotated[
+    float,
+    typer.Option(callback=_not_negative, help="Seconds spent on timing each configuration."),
+]
 Frames = Annotated[int | None, typer.Option(help="Frames of a video.", rich_help_panel=SIZE)]
 Height = Annotated[int | None, typer.Option(help="Height in pixels.", rich_help_panel=SIZE)]
 Width = Annotated[int | None, typer.Option(help="Width in pixels.", rich_help_panel=SIZE)]

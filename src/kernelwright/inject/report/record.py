@@ -80,6 +80,11 @@ class Record:
         return {name: dict(c) for name, c in counts.items()}
 
     @property
+    def not_in_fp8(self) -> dict[str, int]:
+        """Why layers that `fp8` would serve are not in fp8, and how many."""
+        return dict(Counter(why for c in self.checkers for why in c.misfits.values()))
+
+    @property
     def blocks(self) -> list[BlockLine]:
         """Blocks that run as generated kernels, one line for each class, once they have run."""
         return [line for programs in self.programs for line in programs.described()]

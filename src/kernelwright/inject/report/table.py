@@ -69,8 +69,7 @@ def summary(report: Record) -> str:
     verb = "would be replaced" if report.planned else "replaced"
     text = f"{report.replaced} modules {verb}"
     findings = report.findings
-    misfits = Counter(why for c in report.checkers for why in c.misfits.values())
-    if not findings and not misfits:
+    if not findings and not report.not_in_fp8:
         text += f"; {_not_compared(report)}"
     compared = [f for f in findings if f.equal is not None]
     if compared:
@@ -85,7 +84,7 @@ def summary(report: Record) -> str:
         found = [f.error for f in in_fp8 if f.kind == kind and f.error is not None]
         if found:
             text += f"; {len(found)} {what}, off by at most {max(found):.1%}"
-    for why, count in misfits.items():
+    for why, count in report.not_in_fp8.items():
         text += f"; {count} layers not in fp8: {why}"
     if uninformative := sum(len(c.uninformative) for c in report.checkers):
         text += f"; {uninformative} modules stay eager until their values are not all zeros or NaN"
