@@ -45,7 +45,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "bitsandbytes 8-bit": "as above",
         "torchao": "as above; weight-only int8",
         "quanto": "as above; int8 weights",
-        "GGUF": "",
+        "GGUF": "as above; `GGUFLinear` of diffusers",
     },
     "Compilers": {
         "torch.compile of the whole model": "Inductor rounds where it chooses",

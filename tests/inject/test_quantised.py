@@ -75,6 +75,20 @@ def bitsandbytes_8bit(model):
     replace(model, lambda *sizes, **bias: Linear8bitLt(*sizes, **bias, has_fp16_weights=False))
 
 
+def gguf(model):
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+    from gguf import GGMLQuantizationType, quants
+
+    kind = GGMLQuantizationType.Q8_0
+    for name, layer in linear_layers(model).items():
+        if layer.in_features % 32:  # of a block
+            continue
+        new = GGUFLinear(layer.in_features, layer.out_features, compute_dtype=layer.weight.dtype)
+        integers = torch.from_numpy(quants.quantize(layer.weight.detach().numpy(), kind))
+        new.weight, new.bias = GGUFParameter(integers, quant_type=kind), layer.bias
+        model.set_submodule(name, new)
+
+
 def replace(model, made):
     for name, layer in linear_layers(model).items():
         new = made(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -82,13 +96,23 @@ def replace(model, made):
         model.set_submodule(name, new.to("cpu"))  # quantises
 
 
+def close(a, b):
+    return all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a, b, strict=True))
+
+
 def linear_layers(model):
     return {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
 
 
-def check(quantise):
-    model = models.build("ltx-video", tiny=True, dtype=torch.float32)
-    inputs = models.inputs("ltx-video", tiny=True, dtype=torch.float32)
+# by a recipe, and as programs
+@pytest.fixture(params=["ltx-video", "flux2-dev"])
+def name(request):
+    return request.param
+
+
+def check(quantise, name):
+    model = models.build(name, tiny=True, dtype=torch.float32)
+    inputs = models.inputs(name, tiny=True, dtype=torch.float32)
     plain = run(model, inputs)
     quantise(model)
     expected = run(model, inputs)
@@ -96,12 +120,34 @@ def check(quantise):
     with kw.injected(model) as report:
         assert all(same(run(model, inputs), expected) for _ in range(2))
     assert report.replaced
+    assert all(line.kernels for line in report.blocks)
     assert not report.problems
     assert same(run(model, inputs), expected)
 
 
-def test_weights_that_are_a_tensor_subclass():
-    check(rounded)
+def test_weights_that_are_a_tensor_subclass(name):
+    check(rounded, name)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fused"])
+@torch.no_grad()
+def test_another_quantised_weight_is_read_at_once(name, numerics):
+    model = models.build(name, tiny=True, dtype=torch.float32)
+    inputs = models.inputs(name, tiny=True, dtype=torch.float32)
+    rounded(model)
+    layer = next(m for n, m in linear_layers(model).items() if "block" in n)
+    with kw.injected(model, numerics=numerics):
+        before = [run(model, inputs) for _ in range(3)][-1]
+        layer.weight.scale.mul_(2)
+        written = run(model, inputs)
+        layer.weight = nn.Parameter(
+            Rounded(layer.weight.integers.roll(1, 0), layer.weight.scale), requires_grad=False
+        )
+        exchanged = run(model, inputs)
+    for result, other in ((written, before), (exchanged, written)):
+        assert not same(result, other)
+    want = run(model, inputs)
+    assert same(exchanged, want) if numerics == "exact" else close(exchanged, want)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +171,10 @@ def test_weights_that_are_a_tensor_subclass():
             "bitsandbytes",
             marks=pytest.mark.compatibility("bitsandbytes 8-bit", needs="bitsandbytes"),
         ),
+        pytest.param(gguf, "gguf", marks=pytest.mark.compatibility("GGUF", needs="gguf")),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # their own
-def test_layers_of_a_quantiser(quantise, package):
+def test_layers_of_a_quantiser(quantise, package, name):
     pytest.importorskip(package)
-    check(quantise)
+    check(quantise, name)

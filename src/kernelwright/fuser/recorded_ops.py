@@ -156,7 +156,8 @@ def _called(x: Tensor, number: int) -> Tensor:
 
 
 def _width(layer: Any) -> int:
-    return layer.weight.shape[0]
+    # a weight that is packed in four bits has another shape
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.weight.shape[0]
 
 
 LAYER = library.define(

@@ -61,14 +61,15 @@ def little_to_gain(ops: int, kernels: int) -> str | None:
 
 
 def opaque_in(root: nn.Module) -> tuple[nn.Module, ...]:
-    """Layers that are called, not read: adapters, and linear layers with a hook or a forward of
-    others."""
+    """Layers that are called, not read: adapters, and linear layers with a hook, a forward of
+    others or a weight that a quantiser has wrapped."""
     found: dict[int, nn.Module] = {id(m): m for m in peft_layers(root.modules()) if m is not root}
     inside = {id(i) for m in found.values() for i in m.modules()}
     for module in root.modules():
         if module is root or id(module) in inside or not isinstance(module, nn.Linear):
             continue
-        if hooked(module) or effect_of(module) is not None:
+        wrapped = type(module.weight) not in (Tensor, nn.Parameter)
+        if wrapped or hooked(module) or effect_of(module) is not None:
             found[id(module)] = module
     return tuple(found.values())
 
