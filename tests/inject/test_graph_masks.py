@@ -186,6 +186,27 @@ def test_nothing_is_left_on_transformers_and_other_threads_see_its_own():
         decide()
 
 
+def test_of_decisions_that_are_not_the_watched_ones_none_is_taken_for_constant():
+    given = torch.arange(4)
+
+    def first(positions):
+        return bool((positions == 0).any())
+
+    def second(positions):
+        return int(positions.max())
+
+    decisions = mask_decisions.Decisions()
+    with decisions.running():
+        found = [mask_decisions.decided(f, given) for f in (first, second)]
+    decisions.collecting = False
+    decisions.find_constant(lambda: mask_decisions.decided(second, torch.arange(4)))
+    given += 1
+    with decisions.running():
+        assert mask_decisions.decided(first, given) is False
+        assert mask_decisions.decided(second, given) == 4
+    assert found == [True, 3]
+
+
 def test_random_numbers_are_drawn_as_often_as_without_a_graph():
     class Draws(nn.Module):
         def forward(self, x, positions):

@@ -117,6 +117,8 @@ class Decisions:
             self._read_tensors |= bool(tensors)
             return result
         if self._watched is not None:
+            if name != self._recorded[len(self._constant)][0]:
+                raise Enough  # it decides otherwise when it is watched
             self._constant.append(self._watched.has(tensors))
             if len(self._constant) == len(self._recorded):
                 raise Enough
