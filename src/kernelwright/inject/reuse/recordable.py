@@ -68,7 +68,9 @@ def opaque_in(root: nn.Module) -> tuple[nn.Module, ...]:
     for module in root.modules():
         if module is root or id(module) in inside or not isinstance(module, nn.Linear):
             continue
-        wrapped = type(module.weight) not in (Tensor, nn.Parameter)
+        # not module.weight: a parametrization would be computed
+        weight = module._parameters.get("weight")
+        wrapped = type(weight) not in (type(None), nn.Parameter)
         if wrapped or hooked(module) or effect_of(module) is not None:
             found[id(module)] = module
     return tuple(found.values())
