@@ -69,7 +69,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "autocast": "blocks that train run as without injection",
     },
     "Language models": {
-        "generate with a dynamic cache": "no CUDA graphs",
+        "generate with a dynamic cache": "no CUDA graphs; layers run as generated kernels",
         "generate with a static cache": "replayed with `graphs=True`",
     },
     "Everything else": {

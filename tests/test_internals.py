@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernelwright import library_internals as libraries
 from kernelwright.backends import torch_internals as internals
+from kernelwright.inject.fusions.attention import SDPA
 from kernelwright.inject.graphs import generation
 
 
@@ -414,6 +415,34 @@ def test_static_caches():
     assert libraries.static_cache_layer(cache, 1) is None
     assert libraries.static_cache_layers(transformers.DynamicCache()) is None
     assert libraries.static_cache_layer(transformers.DynamicCache(), 0) is None
+
+
+def test_caches_that_can_be_copied():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(num_hidden_layers=6, hidden_size=8)
+    fixed = transformers.StaticCache(config=config, max_cache_len=4)
+    kinds = {type(layer).__name__ for layer in libraries.plain_cache_layers(fixed)}
+    assert kinds == {"StaticLayer", "StaticSlidingWindowLayer"}
+    assert all(map(libraries.writes_in_place, fixed.layers))
+    growing = transformers.DynamicCache(config=config)
+    kinds = {type(layer).__name__ for layer in libraries.plain_cache_layers(growing)}
+    assert kinds == {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    assert not any(map(libraries.writes_in_place, growing.layers))
+    assert libraries.plain_cache_layers(transformers.DynamicCache()) == []  # adds them later
+    growing.layers[0].update = print
+    other = transformers.EncoderDecoderCache(transformers.DynamicCache(), growing)
+    moved = transformers.DynamicCache(config=config)
+    moved.offloading = True
+    for cache in (growing, other, moved, {}):
+        assert libraries.plain_cache_layers(cache) is None
+
+
+def test_layers_ask_for_their_attention_function():
+    pytest.importorskip("transformers.modeling_utils")
+    get = getattr(libraries.attention_interface(), libraries.GET_ATTENTION)
+    found = get(libraries.attention_interface()(), "sdpa", None)
+    assert found.__module__ == SDPA
+    assert get(libraries.attention_interface()(), "eager", print) is print
 
 
 def test_sliding_windows_count_in_python():

@@ -129,12 +129,53 @@ def reset_cache(model: Any) -> None:
 
 
 CACHES = "transformers.cache_utils"
+CACHE_ARGUMENT = "past_key_values"  # what layers call the cache that they are given
 
 
 def is_kv_cache(value: Any) -> bool:
     """Whether this is a cache of keys and values of transformers."""
     kind = getattr(sys.modules.get(CACHES), "Cache", None)
     return kind is not None and isinstance(value, kind)
+
+
+def plain_cache_layers(cache: Any) -> list[Any] | None:
+    """The layers of a cache whose `update` does nothing but keep keys and values on their device,
+    or None if it is another kind. Its layers may be fewer than a model has: it adds them then."""
+    module = sys.modules.get(CACHES)
+    if module is None or type(cache) not in (module.DynamicCache, module.StaticCache):
+        return None
+    if cache.offloading or "update" in vars(cache):
+        return None
+    kinds = (
+        *(module.DynamicLayer, module.DynamicSlidingWindowLayer),
+        *(module.StaticLayer, module.StaticSlidingWindowLayer),
+    )
+    layers = cache.layers
+    own = all(vars(layer).get("update", refuse_update) is refuse_update for layer in layers)
+    if not own or not all(type(layer) in kinds for layer in layers):
+        return None
+    added = cache.layer_class_to_replicate
+    return layers if added is None or added in kinds else None
+
+
+def refuse_update(*args: Any, **kwargs: Any) -> Any:
+    """In the place of `update` of the layers of a cache that a block must not write to."""
+    raise RuntimeError("it writes to another layer of its cache than its own")
+
+
+def writes_in_place(layer: Any) -> bool:
+    """Whether the `update` of a cache's layer writes to its tensors, rather than making others."""
+    return isinstance(layer, sys.modules[CACHES].StaticLayer)
+
+
+# the method by which transformers' layers find their attention function
+GET_ATTENTION = "get_interface"
+
+
+def attention_interface() -> Any:
+    """The class of the tables in which transformers' layers find their attention function, or None
+    before its import."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
 
 
 def static_cache_layers(cache: Any) -> list[Any] | None:

@@ -18,6 +18,7 @@ from torch import fx
 from ..backends.torch_internals import pytree
 from . import planning
 from .building import Builder
+from .cached_attention import CALLS
 from .expression import Load
 from .index import Affine, Space
 from .parallel_attention import PARALLEL_ATTENTION
@@ -30,7 +31,7 @@ from .views import aten, is_tensor, packet, shape_of
 
 SPLITS = (aten.split, aten.split_with_sizes)
 # what a block never does ahead: these call what belongs to the block itself, or take long
-OWN = (ATTENTION, PARALLEL_ATTENTION, LAYER)
+OWN = (ATTENTION, PARALLEL_ATTENTION, LAYER, *CALLS)
 
 
 @dataclass(frozen=True)

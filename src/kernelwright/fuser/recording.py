@@ -26,6 +26,13 @@ from torch.overrides import TorchFunctionMode
 from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
 from ..ops.row.default_eps import default_eps
+from .cached_attention import (
+    AttentionCall,
+    CachedCalls,
+    CacheUpdate,
+    changes_size,
+    recorded_calls_of_caches,
+)
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
 from .recorded_ops import ATTENTION, LAYER, LINEAR, RMS_NORM, opaque_layers, sdp_backends
@@ -79,10 +86,18 @@ def _stand_in(module: nn.Module, layers: Sequence[nn.Module]) -> None:
 class _Whole(TorchFunctionMode):
     """Keeps functions whole that PyTorch would write down as their parts."""
 
+    def __init__(self, cached: CachedCalls | None = None) -> None:
+        super().__init__()
+        self._cached = cached
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._cached is not None:
+            found = self._cached.called(function, args, kwargs)
+            if found is not NotImplemented:
+                return found
         if (kept := _KEPT.get(function)) is not None:
             return kept(*args, **kwargs)
         return function(*args, **kwargs)
@@ -159,6 +174,8 @@ class Recording:
     results: list[Any] = field(default_factory=list)  # of this very run; taken out by its user
     parallel: dict[int, ParallelCall] = field(default_factory=dict)  # by their number in the graph
     handed: int = 0  # how many of the inputs, the last ones, the block before has made for this one
+    # what it calls of caches, by number
+    cached: Sequence[CacheUpdate | AttentionCall] = ()
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         named = weights_of(module)
@@ -197,7 +214,10 @@ def record(
     real: bool = True,
 ) -> Recording:
     """Run the forward of a module once, and write down what it does."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    twin = twin_of(module, opaque)
+    cached = CachedCalls.of(twin, args, kwargs)
+    inputs = (args, kwargs) if cached is None else cached.inputs
+    leaves, structure = pytree.tree_flatten(inputs)
     positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     weights: dict[str, Tensor] = {}
     returned: list[Any] = []
@@ -210,7 +230,9 @@ def record(
         for place, tensor in zip(positions, tensors[len(weights) :], strict=True):
             given[place] = tensor
         a, k = pytree.tree_unflatten(given, structure)
-        with _Whole():
+        if cached is not None:
+            cached.sized += [v for n, v in k.items() if changes_size(n) and isinstance(v, Tensor)]
+        with _Whole(cached):
             result = torch.func.functional_call(WatchedForward(twin), named, a, k)
         outputs, spec = pytree.tree_flatten(result)
         returned[:] = [spec]
@@ -224,10 +246,9 @@ def record(
 
     if any_autocast():
         raise CannotRecord("autocast")
-    twin = twin_of(module, opaque)
     _stand_in(twin, opaque)
     weights.update(weights_of(twin))
-    with opaque_layers(opaque), recorded_calls() as parallel:
+    with opaque_layers(opaque), recorded_calls() as parallel, recorded_calls_of_caches(cached):
         _outside.backends = sdp_backends()
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
@@ -260,8 +281,12 @@ def record(
     if module.training and not all(map(_is_unchanged, given, tensors)):
         raise CannotRecord(WRITES_TO_BUFFERS)
     graph.eliminate_dead_code()
-    paths = paths_of((args, kwargs))
-    return Recording(graph, tuple(weights), paths, returned[0], constants, results, parallel)
+    if cached is not None and not cached.updates_are_in(graph):
+        raise CannotRecord("it makes no use of what a cache returns")
+    return Recording(
+        *(graph, tuple(weights), paths_of(inputs), returned[0], constants, results, parallel),
+        cached=() if cached is None else cached.made,
+    )
 
 
 def _is_unchanged(copy: Tensor, t: Tensor) -> bool:

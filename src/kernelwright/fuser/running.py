@@ -23,6 +23,7 @@ from ..ops.linear.parts import linear_of_parts
 from . import interpreter
 from .argument_views import Layout, layout, layouts_as_read, lies_in
 from .attention_by_lengths import Lengths, attend, laid_out
+from .cached_attention import CACHE_UPDATE, CACHED_ATTENTION, CALLS, run_call
 from .eight_bit_rows import eight_bit_rows
 from .parallel_attention import PARALLEL_ATTENTION, attend_in_parallel
 from .planning import Plan
@@ -69,6 +70,8 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     LAYER: call_layer,
     RMS_NORM: plain_rms_norm,
     PARALLEL_ATTENTION: attend_in_parallel,
+    CACHE_UPDATE: run_call,
+    CACHED_ATTENTION: run_call,
     aten.mm.default: torch.mm,
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
@@ -81,7 +84,9 @@ PRODUCTS = (
     *(LINEAR, LINEAR_GELU, LINEAR_OF_ACTIVATION, LINEAR_OF_PARTS, LINEARS, LAYER),
     aten.convolution.default,
 )
-ATTENDS = (ATTENTION, PARALLEL_ATTENTION)
+ATTENDS = (ATTENTION, PARALLEL_ATTENTION, *CALLS)
+# what may do more than compute a result
+REMEMBERS = (LAYER, *CALLS)
 PRODUCTS_OF_TWO = (aten.mm.default, aten.addmm.default)
 BY_ALGORITHMS: dict[Any, Any] = {F.linear: algorithms.linear, torch.mm: algorithms.mm}
 
@@ -280,7 +285,7 @@ class Executable:
                 values[place] = function(*arguments(values))
 
         kind = node.target
-        step = Step(run, reads, {place}, kind in PRODUCTS, kind in ATTENDS, kind is LAYER)
+        step = Step(run, reads, {place}, kind in PRODUCTS, kind in ATTENDS, kind in REMEMBERS)
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
             step.run = _shaped(run, place, node.meta["val"].shape)
         return step

@@ -19,7 +19,7 @@ class Step:
     writes: set[int]
     product: bool = False  # whether it multiplies by a weight
     attends: bool = False
-    layer: bool = False  # whether it calls a layer, which may have a memory
+    remembers: bool = False  # whether it may do more than compute: a layer's hook, a cache
     only_early: bool = False  # left out if it would run in every block
 
 
@@ -92,7 +92,7 @@ def find_prompts(
         for place in step.writes:
             made_of[place] = made_of.get(place, frozenset()) | roots
             direct[place] = direct.get(place, frozenset()) | (frozenset() if step.attends else ways)
-        if len(roots) == 1 and step not in early and not step.layer and not step.attends:
+        if len(roots) == 1 and step not in early and not step.remembers and not step.attends:
             (root,) = roots
             found.setdefault(root, []).append(step)
     escaped = frozenset().union(*(direct.get(p, frozenset()) for p in outputs))

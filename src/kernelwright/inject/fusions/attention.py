@@ -24,6 +24,8 @@ from . import all_scores
 from .base import Part, is_linear
 from .query_key import QueryKeyFusions, needs_grad
 
+# the module of transformers' function that calls F.scaled_dot_product_attention
+SDPA = "transformers.integrations.sdpa_attention"
 SHARED_HEADS = "heads that share keys and values"
 # bounds memory where layouts never repeat: start over
 LAYOUTS = 1024
@@ -32,6 +34,10 @@ READ_SHARED_HEADS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
 class AttentionFusions(QueryKeyFusions):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.programs.attend = self.attend_over_cache
+
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Part, processor: Any
     ) -> Tensor:
@@ -123,6 +129,27 @@ class AttentionFusions(QueryKeyFusions):
             kernel,
             *(query, key, value),
         )
+
+    def attend_over_cache(
+        self,
+        function: Callable[..., Any],
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Part,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """An attention function of transformers with the keys and values of a cache."""
+
+        def attended(mask: Part) -> Any:
+            return function(module, query, key, value, mask, **kwargs)
+
+        scale = kwargs.get("scaling")
+        biased = kwargs.get("position_bias") is not None
+        if getattr(function, "__module__", None) != SDPA or scale is None or biased:
+            return attended(mask)
+        return self.attend_grouped(attended, query, key, value, mask, scale)
 
     def _has_eagers_bits(
         self,

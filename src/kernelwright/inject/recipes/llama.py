@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fusions import QKV, Fusions
+from ..fusions.attention import SDPA
 from ..identify import norm_kinds
 from ..identify.norm_kinds import Norm
 from ..identify.source import fingerprint, is_plain_loop
@@ -28,9 +29,6 @@ LAYER = "ecfc0010cf77"  # LlamaDecoderLayer
 MLP = "a63053b7956b"  # LlamaMLP
 LLAMA, MISTRAL, QWEN2, QWEN3 = "2fc5664d94ae", "741ad75452c4", "8a4b8238783c", "ede566726f97"
 SILU = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
-SDPA = (
-    "transformers.integrations.sdpa_attention"  # the module of its F.scaled_dot_product_attention
-)
 ATTENTION = (LLAMA, MISTRAL, QWEN2, QWEN3)
 CHANGED = "its forward is not one the recipe was written for"
 

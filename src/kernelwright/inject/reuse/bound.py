@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...backends.torch_internals import dispatch_modes, layout_check, pytree
 from ...errors import in_one_line
+from ...fuser.cached_attention import Attend
 from ...fuser.recorded_ops import opaque_layers
 from ...fuser.running import OtherShape
 from ..graphs.capture import capturing
@@ -27,6 +28,7 @@ from ..identify.structure import layout
 from ..runtime import comparisons, model_run, work_ahead
 from ..runtime.sites import DIFFERS, NO_MEMORY, mode
 from ..state.weights_at_rest import is_at_rest
+from .cached_calls import BlockCall, OwnCalls, caches_aside, running_call
 from .kept_prompts import KeptPrompt
 from .program_products import running
 from .recorded import Border, Recorded
@@ -145,6 +147,8 @@ class Bound:
     owners: Owners
     prompts: Callable[[Recorded, Mapping[str, nn.Module], Owners], list[KeptPrompt]]
     exact: bool
+    caches: OwnCalls  # what it calls of caches
+    attend: Attend
     next: Next | Literal["unknown", "none"] = "unknown"
     misses: int = 0
     _guessed: bool = False  # whether a guess has failed
@@ -166,10 +170,11 @@ class Bound:
         recording = self.recorded.recording
         given = recording.given(args, kwargs)
         try:
-            if not self.opaque:
+            if not (self.opaque or self.caches):
                 results = self._outputs(module, weights, given)
             else:
-                with opaque_layers(self.opaque):
+                call = BlockCall(module, args, kwargs, self.caches, self.attend)
+                with opaque_layers(self.opaque), running_call(call):
                     results = self._outputs(module, weights, given)
         except OtherShape:
             return "a result whose shape depends on values has another one"
@@ -288,14 +293,20 @@ class Bound:
                 self._refuse(variant, taken, ahead, DIFFERS)
 
         given = alone[len(self.places) :]
+        if (aside := caches_aside()) is None:
+            self._refuse(variant, taken, ahead, NO_MEMORY)
+            return self.alone.outputs(alone)
         expected = self.alone.outputs(alone, keeping=False)
         try:
-            outputs = variant.outputs(inputs)
+            with aside:
+                outputs = variant.outputs(inputs)
             wanted = list(expected)
             if ahead is not None and self.exact:
                 # in the other tiers it is not rounded as op by op; the next block compares its own
                 wanted += ahead.border.head_by_ops(ahead.reads(expected, given))
-            known = comparisons.compare(outputs[: len(wanted)], wanted, outputs, conclude)
+            ours, theirs = aside.written()
+            ours, theirs = [*outputs[: len(wanted)], ours], [*wanted, theirs]
+            known = comparisons.compare(ours, theirs, outputs, conclude)
         except torch.OutOfMemoryError:
             self._refuse(variant, taken, ahead, NO_MEMORY)
             return expected

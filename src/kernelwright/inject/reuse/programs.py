@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from ...backends.torch_internals import attention_choice, layout_check
 from ...fuser import planning, recording
+from ...fuser.cached_attention import Attend, plainly
 from ...fuser.eight_bit_rows import mark_rows
 from ...fuser.expression import ROUNDED
 from ...fuser.index import CannotIndex
@@ -41,10 +42,11 @@ from ...fuser.running import Executable
 from ...ops.attention import attention, kernel_of
 from ...ops.attention.sdpa import ADDING
 from ..identify.structure import layout, structure_of
-from ..runtime.input_key import has_state
+from ..runtime.cache_copies import CacheCopies, can_copy
 from ..runtime.sites import declined, eagerly, mode
 from ..state.switches import torch_attends
 from .bound import Bound, Owners
+from .cached_calls import own_calls
 from .kept_prompts import KeptPrompt
 from .masks import infinities_of, lengths_of, numbers_of
 from .packed_gemm import SameBits
@@ -74,6 +76,8 @@ class Programs:
     fp8_layers: Any = None
     prompts: Prompts | None = None
     same_bits: SameBits | None = None
+    # calls a layer's attention function with the keys and values of a cache
+    attend: Attend = plainly
     # calls of blocks of a class, or of a program, that ran otherwise than compared, and why
     fell_back: Counter[tuple[str, str]] = field(default_factory=Counter)
     _lengths: PerForwardCache = field(default_factory=PerForwardCache)  # that masks say
@@ -142,7 +146,7 @@ class Programs:
         opaque = opaque_in(module)
         once = bool(opaque) or waits(module)
         why = why_not(module, opaque)
-        if why is None and has_state(args, kwargs):
+        if why is None and not can_copy(module, args, kwargs):
             why = "an input that it may write to"
         if why is not None:
             self._last.setdefault(type(module).__name__, why)
@@ -150,7 +154,7 @@ class Programs:
         key = structure_of(module, opaque), signed, torch.is_inference_mode_enabled()
         result = None
         if (found := self._shared.get(key)) is None:
-            found, result = self._recorded(module, args, kwargs, opaque)
+            found, result = self._recorded_aside(module, args, kwargs, opaque, once)
             private = isinstance(found, Recorded) and found.recording.constants
             if not private:
                 if len(self._shared) >= MAX_RECORDINGS:
@@ -166,7 +170,9 @@ class Programs:
         names = found.recording.weights
         owners = [ref(module.get_submodule(name.rpartition(".")[0])) for name in names]
         bound = Bound(
-            *(found, places, layouts, check, opaque, layers, owners, self._prompts, self.exact)
+            *(found, places, layouts, check, opaque, layers, owners, self._prompts, self.exact),
+            caches=own_calls(module, found.recording),
+            attend=self.attend,
         )
         return bound, result if once else None
 
@@ -184,6 +190,19 @@ class Programs:
                     self.fp8_layers.leave(layer, "runs once per prompt")
             kept.append(KeptPrompt(steps, self.prompts, own[0], layers))
         return kept
+
+    def _recorded_aside(
+        self, module: nn.Module, args: Any, kwargs: Any, opaque: tuple[nn.Module, ...], once: bool
+    ) -> tuple[Recorded | str, Any]:
+        """A recording with copies of the caches among the inputs. If its run is this call, the
+        caches take over what it has written."""
+        caches = CacheCopies.of(module, args, kwargs)
+        if caches is None:
+            return self._recorded(module, args, kwargs, opaque)
+        found, result = self._recorded(module, *caches.given(), opaque)
+        if once and result is not None:
+            caches.take_over()
+        return found, result
 
     def _recorded(
         self, module: nn.Module, args: Any, kwargs: Any, opaque: tuple[nn.Module, ...]

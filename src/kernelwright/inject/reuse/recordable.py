@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
+from ...fuser.cached_attention import changes_size
 from ...fuser.joint_recording import Joint
 from ...fuser.recording import Recording
-from ...library_internals import exchanges_tensors, peft_layers
+from ...library_internals import CACHE_ARGUMENT, exchanges_tensors, peft_layers
 from ..runtime.forwards import hooked
 from ..runtime.input_key import held_by
 from ..state.hooks import effect_of, effect_of_class
@@ -24,17 +25,23 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a recording depends on: how inputs lie in memory, which are one object, and the value of
     all others."""
     ids = tuple(map(id, (*args, *kwargs.values())))
-    return (
-        tuple(map(_key_of, args)),
-        tuple([(k, _key_of(v)) for k, v in kwargs.items()]),
-        tuple(map(ids.index, ids)),
-    )
+    if kwargs.get(CACHE_ARGUMENT) is not None:  # a mask is then as long as the cache
+        named = [(k, _key_of_mask(v) if changes_size(k) else _key_of(v)) for k, v in kwargs.items()]
+    else:
+        named = [(k, _key_of(v)) for k, v in kwargs.items()]
+    return tuple(map(_key_of, args)), tuple(named), tuple(map(ids.index, ids))
 
 
 def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The shapes of the inputs, and the value of what is no tensor."""
     leaves = pytree.tree_leaves((args, kwargs))
     return tuple([v.shape if isinstance(v, Tensor) else _key_of(v) for v in leaves])
+
+
+def _key_of_mask(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return _key_of(value)
+    return type(value), value.ndim, value.dtype, value.device
 
 
 def _key_of(value: Any) -> Any:

@@ -41,14 +41,14 @@ def number_of(key: Any) -> int:
 
 def has_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an input is an object that a forward may write to, such as a key-value cache."""
-    return not all(map(_is_plain, (*args, *kwargs.values())))
+    return not all(map(is_plain, (*args, *kwargs.values())))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(map(is_plain, value.values()))
     return isinstance(value, PLAIN)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from ...library_internals import CACHE_ARGUMENT
+
 # instructions that change something outside of a call
 STORES = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))
 BUILDS = frozenset(("BUILD_LIST", "BUILD_MAP", "BUILD_SET"))
@@ -54,8 +56,8 @@ def visible_effect(kind: type, known: Callable[[Any], bool]) -> str | None:
                     return f"{code.co_name} of {kind.__name__} reads {name}"
                 if step.opname not in LOADS:
                     continue
-                changes = name in CHANGES and not _is_own_container(code, steps, i)
-                if changes or _writes_to_attribute(steps[:i], name):
+                known_change = _is_own_container(code, steps, i) or _is_of_cache(code, steps, i)
+                if (name in CHANGES and not known_change) or _writes_to_attribute(steps[:i], name):
                     return f"{code.co_name} of {kind.__name__} calls {name}"
                 if step.opname == "LOAD_GLOBAL" and _is_unrepeatable(
                     function, name, steps[i + 1 :]
@@ -90,15 +92,29 @@ def _codes(code: CodeType) -> Iterator[tuple[CodeType, list[dis.Instruction]]]:
 def _is_own_container(code: CodeType, steps: list[dis.Instruction], i: int) -> bool:
     """Whether the method loaded by instruction `i` is one of a list, dict or set that the function
     itself has made: a variable that is never set to anything else."""
-    before = steps[i - 1] if i else None
-    if before is None or not ("LOAD_FAST" in before.opname or before.opname == "LOAD_DEREF"):
+    variable = _variable_before(steps, i)
+    if variable is None:
         return False
-    names = before.argval
-    variable = names[-1] if isinstance(names, tuple) else names
-    if before.opname == "LOAD_DEREF" and variable not in code.co_cellvars:
+    if steps[i - 1].opname == "LOAD_DEREF" and variable not in code.co_cellvars:
         return False
     stores = [n for n, step in enumerate(steps) if variable in _stored(step)]
     return bool(stores) and all(_is_built(steps, n) for n in stores)
+
+
+def _is_of_cache(code: CodeType, steps: list[dis.Instruction], i: int) -> bool:
+    """Whether instruction `i` loads `update` of a key-value cache that the function is given under
+    transformers' name. Whoever runs it twice gives it copies, or does not if it is another kind."""
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    variable = _variable_before(steps, i)
+    return steps[i].argval == "update" and variable == CACHE_ARGUMENT and variable in arguments
+
+
+def _variable_before(steps: list[dis.Instruction], i: int) -> str | None:
+    """The variable that lies on top of the stack before instruction `i`."""
+    before = steps[i - 1] if i else None
+    if before is None or not ("LOAD_FAST" in before.opname or before.opname == "LOAD_DEREF"):
+        return None
+    return before.argval[-1] if isinstance(before.argval, tuple) else before.argval
 
 
 def _stored(step: dis.Instruction) -> tuple[Any, ...]:

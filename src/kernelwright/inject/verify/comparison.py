@@ -3,8 +3,9 @@
 The module's own forward runs first. If it drew random numbers or wrote to its inputs or to itself,
 it must not run twice: its result is returned, and the next call compares the fusion sites one by
 one, inside a single run. So does the first call of a module with hooks, with code of an unknown
-library or with a cache among its inputs. A comparison on zeros or NaN proves nothing: the module
-stays eager for that call, and is compared again later.
+library or with a cache among its inputs; but a recorded block runs again on a copy of its cache. A
+comparison on zeros or NaN proves nothing: the module stays eager for that call, and is compared
+again later.
 
 A recorded block of a model on a GPU returns its own forward's result, and whether the other is the
 same is asked when the model's forward has ended (`runtime/comparisons.py`).
@@ -23,11 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...backends.torch_internals import any_autocast, pytree
 from ..graphs.capture import leave_for_next_call
 from ..runtime import comparisons, random_draws, work_ahead
+from ..runtime.cache_copies import CacheCopies, can_copy
 from ..runtime.informative import Uninformative, informative
 from ..runtime.input_key import has_state, held_by, in_words, versions
 from ..runtime.sites import (
@@ -68,6 +70,7 @@ class Comparison:
     found: Evidence = field(default_factory=Evidence)
     notes: Counter[tuple[str, str]] = field(default_factory=Counter)
     off: dict[int, dict[str, str]] = field(default_factory=dict)
+    caches: CacheCopies | None = None  # of keys and values, as they were before
 
     def run(self) -> Any:
         """The result of the call; sets `verdict` if there is one."""
@@ -76,9 +79,16 @@ class Comparison:
         self.inputs = in_words(self.args, self.kwargs)
         self.wanted = self.exact or findings.verify or type(self.module) not in findings.proven
         run_once = self.record.run_once or has_state(self.args, self.kwargs)
+        if self._is_recorded and not self.record.run_once:  # it runs again on copies of its caches
+            run_once = not can_copy(self.module, self.args, self.kwargs)
         if run_once or not self.wanted:
             return self._in_one_run()
         return self._side_by_side()
+
+    @property
+    def _is_recorded(self) -> bool:
+        fused: Any = self.fused
+        return fused.patch.signature is not None
 
     def _in_one_run(self) -> Any:
         """Run fused, and in `exact` compare each site with its eager steps."""
@@ -104,6 +114,11 @@ class Comparison:
         # the op of batch norm, which writes to them in training mode alone, counts no version
         before = [t.clone() for t in buffers] if self.module.training else []
         states = random_draws.generator_states(self.args, self.kwargs)
+        try:
+            self.caches = CacheCopies.of(self.module, self.args, self.kwargs)
+        except torch.OutOfMemoryError:
+            self._conclude(False, NO_MEMORY)
+            return self._eager()
         expected = self._eager()
         if (
             self.record.state.ignore_changed(self.module)
@@ -124,7 +139,7 @@ class Comparison:
             problem = f"its fused forward failed ({type(error).__name__}: {error})"
         # outside `except`, whose traceback keeps the tensors of the failed run
         work_ahead.forget()
-        if self.exact or problem != NO_MEMORY:
+        if self.exact or problem != NO_MEMORY or self.caches is not None:
             work_ahead.refuse(self.module)
             self._conclude(False, problem)
             return expected
@@ -141,7 +156,7 @@ class Comparison:
         if self.exact:
             if self._deferred(result, expected):
                 return expected
-            same = equal(result, expected)
+            same = equal(*self._with_caches(result, expected))
             if self.uninformative or not informative(*pytree.tree_leaves(expected)):
                 return result if same else expected
             self.found.equal = same
@@ -157,7 +172,7 @@ class Comparison:
         if informative(*pytree.tree_leaves(expected)):
             try:
                 found = accuracy.errors(
-                    self.module, self.eager, self.args, self.kwargs, result, expected, eagerly
+                    self.module, self._again, self.args, self.kwargs, result, expected, eagerly
                 )
                 self.found.error = found.get("error")
                 self.found.eager_error = found.get("eager_error")
@@ -180,12 +195,10 @@ class Comparison:
     def _deferred(self, result: Any, expected: Any) -> bool:
         """Leave it to the end of the model's forward to ask whether the results are the same. If
         they turn out to differ, the next call looks for what differs."""
-        patch: Any = self.fused
         # a recipe's block offers work to the next one with the very tensor that its kernels return
-        recorded = patch.patch.signature is not None
-        if not recorded or self.key in self.record.differed or not comparisons.can_wait():
+        if not self._is_recorded or self.key in self.record.differed or not comparisons.can_wait():
             return False
-        flags = comparisons.flags_of(result, expected)
+        flags = comparisons.flags_of(*self._with_caches(result, expected))
         strides = self.record.same_strides and not same_strides(result, expected)
         if flags is None or strides:
             return False
@@ -195,6 +208,7 @@ class Comparison:
         found = comparisons.Deferred(flags, [self.uninformative, values], self._known)
         comparisons.defer(found)
         self.waits, self.args, self.kwargs = True, (), {}  # inputs are not kept alive
+        self.caches = None
         return True
 
     def _known(self, same: bool, informative: bool) -> None:
@@ -213,7 +227,7 @@ class Comparison:
         self.off = {}
         self._fused(comparing=True)
         result = self._fused(noting=False)
-        if not equal(result, expected):
+        if not equal(*self._with_caches(result, expected)):
             work_ahead.forget()
             work_ahead.refuse(self.module)
             self._conclude(False, f"its forward {DIFFERS}")
@@ -227,6 +241,21 @@ class Comparison:
         self._conclude(True, problem)
         return result
 
+    def _with_caches(self, result: Any, expected: Any) -> tuple[Any, Any]:
+        """The results of both forwards with what they have written to caches."""
+        if self.caches is None:
+            return result, expected
+        ours, theirs = self.caches.written()
+        return (result, ours), (expected, theirs)
+
+    def _again(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward once more, in the dtype of these inputs."""
+        if self.caches is not None:
+            leaves = pytree.tree_leaves((args, kwargs))
+            like = (t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
+            args, kwargs = self.caches.instead_in(args, kwargs, next(like, None))
+        return self.eager(module, *args, **kwargs)
+
     def _eager(self) -> Any:
         return run_eager(self.module, self.eager, self.args, self.kwargs)
 
@@ -235,10 +264,9 @@ class Comparison:
         fields: dict[str, Any] = {"comparing": comparing, "fp8": fp8, "notes": None}
         if noting:
             fields |= {"notes": notes, "uninformative": self.uninformative}
+        given = (self.args, self.kwargs) if self.caches is None else self.caches.given()
         with set_mode(**fields):
-            result = run_fused(
-                self.module, self.record, self.key, self.off, self.fused, self.args, self.kwargs
-            )
+            result = run_fused(self.module, self.record, self.key, self.off, self.fused, *given)
         self.notes = notes if noting else self.notes
         return result
 

@@ -1,0 +1,133 @@
+"""Copies of the key-value caches that a block is given, so that it may run a second time.
+
+A block writes to one layer of a cache. To compare two forwards, or to record one, the other run
+gets a copy of that layer as it was before.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...fuser.cached_attention import LAYER_INDEX
+from ...library_internals import (
+    is_kv_cache,
+    plain_cache_layers,
+    refuse_update,
+    writes_in_place,
+)
+from .input_key import is_plain
+
+
+def can_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all inputs that a block may write to are caches of which its layers can be copied."""
+    others = [v for v in (*args, *kwargs.values()) if not is_plain(v)]
+    if any(plain_cache_layers(v) is None for v in others):
+        return False
+    return not others or bool(_places(module))
+
+
+class CacheCopies:
+    """The caches among the inputs of a block as they are now."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._own = _places(module)
+        self._real = [v for v in (*args, *kwargs.values()) if is_kv_cache(v)]
+        self._kept = [self._copied(cache) for cache in self._real]
+        self._given: list[Any] = []
+
+    @staticmethod
+    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheCopies | None:
+        """None if there is no cache among the inputs."""
+        if not any(map(is_kv_cache, (*args, *kwargs.values()))):
+            return None
+        return CacheCopies(module, args, kwargs)
+
+    def given(self) -> tuple[Any, Any]:
+        """The inputs with caches that nobody has written to since."""
+        return self.instead_in(self._args, self._kwargs)
+
+    def instead_in(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None = None
+    ) -> tuple[Any, Any]:
+        """Other inputs with such caches in the place of the real ones, in a dtype."""
+        self._given = [self._copied(cache, dtype) for cache in self._kept]
+        instead = {id(v): c for v, c in zip(self._real, self._given, strict=True)}
+        found = tuple([instead.get(id(v), v) for v in args])
+        return found, {name: instead.get(id(v), v) for name, v in kwargs.items()}
+
+    def written(self) -> tuple[list[Any], list[Any]]:
+        """What the caches that were given last hold, and what the real ones do."""
+        return self._contents(self._given), self._contents(self._real)
+
+    def take_over(self) -> None:
+        """Have the real caches hold what was written to those that were given last."""
+        for real, given in zip(self._real, self._given, strict=True):
+            count = len(real.layers)
+            for i in self._own & set(range(count)):
+                _take_over(real.layers[i], given.layers[i])
+            real.layers += given.layers[count:]
+
+    def _copied(self, cache: Any, dtype: torch.dtype | None = None) -> Any:
+        made = copy.copy(cache)
+        made.layers = [
+            _copied(layer, dtype) if i in self._own else _read_only(layer)
+            for i, layer in enumerate(cache.layers)
+        ]
+        return made
+
+    def _contents(self, caches: list[Any]) -> list[Any]:
+        return [
+            sorted((name, v) for name, v in vars(cache.layers[i]).items() if name in CONTENTS)
+            for cache in caches
+            for i in sorted(self._own)
+            if i < len(cache.layers)
+        ]
+
+
+def _places(module: nn.Module) -> set[int]:
+    """Which layers of a cache belong to a block."""
+    found = (vars(m).get(LAYER_INDEX) for m in module.modules())
+    return {i for i in found if isinstance(i, int)}
+
+
+# of a layer of a cache; the others are how it was made
+CONTENTS = ("keys", "values", "cumulative_length", "cumulative_length_int", "is_initialized")
+
+
+def _copied(layer: Any, dtype: torch.dtype | None) -> Any:
+    made = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if not isinstance(value, Tensor):
+            continue
+        # an inference tensor could not be written to where a forward is recorded
+        with torch.inference_mode(False), torch.no_grad():
+            new = value.clone() if writes_in_place(layer) else value
+            setattr(made, name, new if dtype is None or not _is_float(new) else new.to(dtype))
+    if dtype is not None and hasattr(made, "dtype"):
+        made.dtype = dtype
+    return made
+
+
+def _read_only(layer: Any) -> Any:
+    """A layer that belongs to another block."""
+    made = copy.copy(layer)
+    made.update = refuse_update
+    return made
+
+
+def _is_float(t: Tensor) -> bool:
+    return t.is_floating_point()
+
+
+def _take_over(layer: Any, given: Any) -> None:
+    for name, value in vars(given).items():
+        now = vars(layer).get(name)
+        if isinstance(now, Tensor) and writes_in_place(layer):
+            now.copy_(value)  # graphs hold the tensor itself
+        else:
+            setattr(layer, name, value)
