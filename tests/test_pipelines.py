@@ -152,7 +152,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("preset", share(PIPELINES, 2, 1))  # mostly those without recipes
+@pytest.mark.parametrize("preset", share(PIPELINES, 3, 1))  # mostly those without recipes
 def test_an_injected_pipeline_makes_the_latents_of_eager(preset):
     transformer = models.build(preset, tiny=True, dtype=torch.float32, device="cpu")
     kind, parts, given, how = PIPELINES[preset](transformer)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from everything import share
 from inject.trained import WIDTH, data, differing, model, twice
 from inject.trained import gradients as gradients_of
 from torch import nn
@@ -59,6 +60,13 @@ def in_atens_arithmetic(gradient, x, scale, mean=None, weight=None):
     return (found * ((1 / width) * scale)).to(x.dtype)
 
 
+WAYS = [
+    *((width, torch.bfloat16) for width in (64, 128, 280, 1536, 3072)),
+    (1536, torch.float16),
+    (320, torch.float32),
+]
+
+
 def operands(subject, width, dtype, weighted):
     draw = torch.Generator().manual_seed(width)
     x, gradient = (torch.randn(ROWS, width, generator=draw).to(dtype) for _ in range(2))
@@ -73,14 +81,9 @@ def operands(subject, width, dtype, weighted):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("width", "dtype"),
-    [
-        *((width, torch.bfloat16) for width in (64, 128, 280, 1536, 3072)),
-        (1536, torch.float16),
-        (320, torch.float32),
-    ],
+    ("subject", "width", "dtype"),
+    [(s, *way) for n, s in enumerate(gradients.GRADIENTS) for way in share(WAYS, 2, start=n)],
 )
-@pytest.mark.parametrize("subject", gradients.GRADIENTS)
 def test_a_gradient_is_summed_in_atens_order(subject, width, dtype, weighted, tmp_path):
     given = operands(subject, width, dtype, weighted)
     program = gradients.program_of(subject, given)

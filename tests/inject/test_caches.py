@@ -119,11 +119,11 @@ def expected(name, cache):
 
 
 def taking_turns(caches):
-    """Each cache of each model with graphs and without, enabled before the injection in one of the
-    two and after it in the other."""
+    """Each cache of each model, with graphs and without, enabled before the injection and after
+    it, in turns."""
     pairs = enumerate((name, cache) for name in MODELS for cache in caches)
     ways = (("before", False), ("before", True), ("after", True), ("after", False))
-    return [(*pair, *way) for turn, pair in pairs for way in share(ways, 2, start=turn)]
+    return [(*pair, *way) for turn, pair in pairs for way in share(ways, 4, start=turn)]
 
 
 @pytest.mark.compatibility(

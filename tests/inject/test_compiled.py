@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from everything import share
 from torch import nn
 
 import kernelwright as kw
@@ -186,7 +187,7 @@ BLOCKS = {  # calls in a block: ops of ours, other GEMMs and concatenations
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", share(BLOCKS, 2))
 def test_blocks_share_a_trace_that_has_the_fusions_and_is_not_made_again(traces, name):
     model, inputs, expected = build(name, traces)
     for _ in range(3):

@@ -87,7 +87,7 @@ def agree(models_, name, times=2):
 
 
 @pytest.mark.compatibility("threads")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", share(NAMES, 2))
 def test_first_calls_of_many_threads_on_one_model(name):
     model = models.build(name, **HOW)
     for _ in range(ROUNDS):

@@ -4,6 +4,7 @@ not come often, and gradients stay eager's."""
 import pytest
 import torch
 import torch.nn.functional as F
+from everything import share
 
 import kernelwright as kw
 from inject.trained import WIDTH, Block, Model, data, differing, drawn, gradients, model, twice
@@ -68,8 +69,10 @@ def test_a_length_that_comes_often_is_compared(compared, ran, checkpointing):
     assert "further shape" not in str(report)
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("each", [2, 3])
+@pytest.mark.parametrize(
+    ("checkpointing", "each"),
+    [(way, each) for n, way in enumerate(CHECKPOINTING) for each in share([2, 3], 2, start=n)],
+)
 def test_several_forwards_before_a_backward(compared, checkpointing, each):
     """As of preferred and rejected answers. Checkpointing asks that a forward which it runs again
     saves what it has saved at first."""

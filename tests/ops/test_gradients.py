@@ -169,7 +169,7 @@ def test_empty_tensors_have_empty_gradients(op):
 
 
 @interpreted
-@every_op(share(KERNELS, 2))
+@every_op(share(KERNELS, 3))
 def test_gradients_of_kernels_repeat_alone_and_together(op):
     """The sums over rows have one order, whichever gradients are asked for."""
     arguments = full(op).arguments(Inputs(torch.bfloat16))
@@ -222,7 +222,7 @@ def test_a_named_backend_that_cannot_hold_the_row_says_so():
 
 
 @interpreted
-@every_op(share(KERNELS, 2, start=1))
+@every_op(share(KERNELS, 3, start=1))
 def test_a_compiled_backward_of_kernels_has_the_bits_of_eager(op):
     """The fake backward promises the layouts that the kernels write."""
     arguments = full(op).arguments(Inputs(torch.bfloat16))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from everything import share
 from plugged import change, plugged
 from typer.testing import CliRunner
 
@@ -208,7 +209,7 @@ TWICE = {
 
 @pytest.mark.usefixtures("without_tracing")
 @pytest.mark.skipif(not NO_GPU or emulator.problem() is not None, reason="a GPU, or no g++")
-@pytest.mark.parametrize("where", TWICE)
+@pytest.mark.parametrize("where", share(TWICE, 2))
 def test_a_second_rounding_is_not_good_without_an_exact_mode(where, tmp_path):
     old, new, file, named = TWICE[where]
     name = f"check_twice_{where}"
