@@ -362,3 +362,74 @@ def test_a_matrix_with_gaps_both_ways_is_left_to_pytorch(pretend):
     a = torch.randn(24, 40).bfloat16()
     assert torch.equal(algorithms.mm(a, b), torch.mm(a, b))
     assert "gaps" in decided().why
+
+
+CHANGES = {
+    "another layout of the rows": lambda x, w, b: (torch.randn(32, 6).bfloat16().t(), w, b),
+    "more rows": lambda x, w, b: (x.repeat(2, 1), w, b),
+    "another layout of the weight": lambda x, w, b: (x, torch.randn(32, 16).bfloat16().t(), b),
+    "no bias": lambda x, w, b: (x, w, None),
+    "another dtype": lambda x, w, b: (x.half(), w.half(), b.half()),
+    "no multiple of an address": lambda x, w, b: (torch.cat([x, x])[1:7], w, b),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["a parameter", "a call site"])
+def test_a_call_unlike_the_one_before_is_computed_as_it_is_given(pretend, kind, change):
+    pretend(Known(100), Known(80))
+    x, weight, bias = operands()
+    site = algorithms.CallSite()
+
+    def multiplied(x, weight, bias):
+        if kind == "a call site":
+            return site(x, weight, bias)
+        layer.data = weight  # the same object, elsewhere
+        return linear(x, layer, bias)
+
+    layer = torch.nn.Parameter(weight, False)
+    other = CHANGES[change](x, weight, bias)
+    for given in [(x, weight, bias)] * 3 + [other, (x, weight, bias), other]:
+        expected = F.linear(*given)
+        got = multiplied(*given)
+        assert torch.equal(got, expected)
+        assert got.stride() == expected.stride()
+
+
+def test_a_switch_of_pytorch_is_noticed_at_a_place_that_remembers(pretend):
+    library = pretend(Known(100), Known(80))
+    x, weight, bias = operands()
+    site = algorithms.CallSite()
+    for _ in range(2):
+        site(x, weight, bias)
+    tried = len(library.launched)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        site(x, weight, bias)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = True
+    assert len(library.launched) > tried + 1  # algorithms are tried again
+
+
+@pytest.mark.parametrize("a_across", [False, True])
+def test_a_place_that_multiplies_matrices(pretend, a_across):
+    library = pretend(Known(100), Known(80))
+    site = algorithms.CallSite(transposed=True)
+    for _ in range(4):
+        a, b = torch.randn(24, 40).bfloat16(), torch.randn(40, 16).bfloat16()
+        a = a.t().contiguous().t() if a_across else a
+        assert torch.equal(site(a, b), torch.mm(a, b))
+    assert library.launched[-1] == (1, None)
+
+
+def test_a_place_whose_algorithm_fails_takes_pytorchs(pretend):
+    library = pretend(Known(100), Known(80))
+    x, weight, bias = operands()
+    site = algorithms.CallSite()
+    for _ in range(2):
+        site(x, weight, bias)
+    library.answers["cublasLtMatmul"] = 13
+    for _ in range(2):
+        assert torch.equal(site(x, weight, bias), F.linear(x, weight, bias))
+    assert decided().way is None

@@ -115,10 +115,16 @@ def test_tensors_without_plain_memory_are_left_to_pytorch(pretend):
     decided()
 
 
-def test_who_has_to_see_linear_sees_it(pretend):
+@pytest.mark.parametrize("kind", ["a tensor", "a parameter", "a call site"])
+def test_who_has_to_see_linear_sees_it(pretend, kind):
+    """Also where the last call of a layer or a place is remembered."""
     library = pretend(Known(10))
     x, weight, bias = operands()
-    linear(x, weight, bias)
+    if kind == "a parameter":
+        weight = nn.Parameter(weight, False)
+    linear = algorithms.CallSite() if kind == "a call site" else algorithms.linear
+    for _ in range(2):
+        linear(x, weight, bias)
     assert not untouched(library, lambda: linear(x, weight, bias))
     assert not untouched(library, lambda: linear(x, nn.Parameter(weight, False), bias))
 

@@ -88,7 +88,6 @@ ATTENDS = (ATTENTION, PARALLEL_ATTENTION, *CALLS)
 # what may do more than compute a result
 REMEMBERS = (LAYER, *CALLS)
 PRODUCTS_OF_TWO = (aten.mm.default, aten.addmm.default)
-BY_ALGORITHMS: dict[Any, Any] = {F.linear: algorithms.linear, torch.mm: algorithms.mm}
 
 
 class OtherShape(Exception):
@@ -262,8 +261,9 @@ class Executable:
             args = node.args
         else:
             function = F.linear
-        if self._by_algorithms and node.target in PRODUCTS_OF_TWO and _is_large(node):
-            function = BY_ALGORITHMS.get(function, function)
+        large = self._by_algorithms and node.target in PRODUCTS_OF_TWO and _is_large(node)
+        if large and function in (F.linear, torch.mm):
+            function = algorithms.CallSite(transposed=function is torch.mm)
         places = self._places
         arguments = places.arguments(args)
         kwargs = {k: places.reader(v) for k, v in node.kwargs.items()}

@@ -43,7 +43,7 @@ class ProgramProducts:
         if len(weights) > 1:
             return partial(self._together, weights)
         if self.fp8_layers is None:
-            return algorithms.linear
+            return algorithms.CallSite()
         return partial(self._fp8_product, weights[0])
 
     def _fp8_product(

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...backends import torch_internals
 from .. import selection
 from ..plan_cache import PLAIN
 from . import choosing
-from .choosing import MISALIGNED, Decision, aligned, choose
+from .choosing import MISALIGNED, Decision, Way, aligned, choose
 from .plain import plain
 
 # about 40 us on an H200 at 600 TFLOP/s. 2% of a shorter GEMM is less than a microsecond, and its
@@ -37,7 +38,12 @@ LEAST_FLOP = 2**34.5
 # a choice costs some 30 GEMMs: with ever new sequence lengths it would never pay off
 MAX_DECISIONS = 256
 
+# layers whose last call is remembered
+MAX_SITES = 4096
+
 _decisions: dict[Any, Decision] = {}
+_sites: dict[int, CallSite] = {}  # by the id of the weight: what lies otherwise is noticed
+_epoch = object()  # of the decisions
 _choosing = threading.Lock()
 _on = ContextVar("kernelwright_cublaslt", default=os.environ.get("KERNELWRIGHT_CUBLASLT") != "0")
 
@@ -69,33 +75,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = F
     tensor([[0.7500]])
     """
     # of the states that torch.compiler.is_compiling covers, the other checks miss Dynamo's only
-    if torch.compiler.is_dynamo_compiling() or not _may_choose(x, weight, bias):
+    if torch.compiler.is_dynamo_compiling():
         return plain(x, weight, bias, gelu)
-    try:
-        key = (
-            (x.shape, x.stride(), x.dtype, x.device),
-            (weight.shape, weight.stride(), weight.dtype, weight.device),
-            bias is not None and (bias.shape, bias.stride(), bias.dtype, bias.device),
-            gelu,
-            torch_internals.gemm_switches(),
-        )
-    except RuntimeError:  # a nested tensor
-        return plain(x, weight, bias, gelu)
-    decision = _decisions.get(key)
-    if decision is None:
-        return _first(key, x, weight, bias, gelu)
-    way = decision.way
-    if way is None or not _thread.ready:
-        _thread.ready = True
-        return plain(x, weight, bias, gelu)
-    out = way.room()
-    status = way.into(out, x, weight, bias)
-    if status == 0:
-        return out
-    if status != MISALIGNED:
-        why = f"cublasLtMatmul answered with status {status}"
-        _decisions[key] = replace(decision, way=None, why=why)
-    return plain(x, weight, bias, gelu)
+    if gelu or type(weight) is not Parameter:
+        return _asked(x, weight, bias, gelu)[0]
+    site = _sites.get(id(weight))
+    if site is None:
+        if len(_sites) >= MAX_SITES:
+            _sites.clear()
+        site = _sites[id(weight)] = CallSite()
+    return site(x, weight, bias)
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -105,6 +94,80 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     tensor([[0.7500]])
     """
     return linear(a, b.t())
+
+
+class CallSite:
+    """`linear`, or `mm` if `transposed`, at one place of a model, where tensors lie alike at nearly
+    every call: whether they do is asked at once instead of one property after the other."""
+
+    __slots__ = ("_last", "_transposed")
+
+    def __init__(self, transposed: bool = False) -> None:
+        self._last: _Last | None = None
+        self._transposed = transposed
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        last = self._last
+        if last is not None and last.holds(x, weight, bias):
+            out = last.way.room()
+            if last.way.into(out, x, weight, bias) == 0:
+                return out
+        y, way = _asked(x, weight.t() if self._transposed else weight, bias, False)
+        if way is not None:
+            self._last = _Last(way, x, weight, bias)
+        return y
+
+
+class _Last:
+    """A call of a site that ran by another algorithm than PyTorch's."""
+
+    __slots__ = ("_biased", "_check", "_epoch", "_switches", "way")
+
+    def __init__(self, way: Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        given = (x, weight) if bias is None else (x, weight, bias)
+        self.way, self._biased, self._epoch = way, bias is not None, _epoch
+        self._check = torch_internals.layout_check(given)
+        self._switches = torch_internals.gemm_switches()
+
+    def holds(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether the next call may run as this one did."""
+        if self._epoch is not _epoch or (bias is not None) is not self._biased:
+            return False
+        same = self._check(x, weight) if bias is None else self._check(x, weight, bias)
+        return (
+            same and torch_internals.gemm_switches() == self._switches and _may_now(x, weight, bias)
+        )
+
+
+def _asked(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> tuple[Tensor, Way | None]:
+    """The result, and the algorithm that has computed it if it was not PyTorch's."""
+    if not _may_choose(x, weight, bias):
+        return plain(x, weight, bias, gelu), None
+    try:
+        key = (
+            (x.shape, x.stride(), x.dtype, x.device),
+            (weight.shape, weight.stride(), weight.dtype, weight.device),
+            bias is not None and (bias.shape, bias.stride(), bias.dtype, bias.device),
+            gelu,
+            torch_internals.gemm_switches(),
+        )
+    except RuntimeError:  # a nested tensor
+        return plain(x, weight, bias, gelu), None
+    decision = _decisions.get(key)
+    if decision is None:
+        return _first(key, x, weight, bias, gelu), None
+    way = decision.way
+    if way is None or not _thread.ready:
+        _thread.ready = True
+        return plain(x, weight, bias, gelu), None
+    out = way.room()
+    status = way.into(out, x, weight, bias)
+    if status == 0:
+        return out, way
+    if status != MISALIGNED:
+        why = f"cublasLtMatmul answered with status {status}"
+        _decisions[key] = replace(decision, way=None, why=why)
+    return plain(x, weight, bias, gelu), None
 
 
 @contextmanager
@@ -152,7 +215,10 @@ def unnamed(device: torch.device) -> str:
 
 def forget() -> None:
     """Forget all decisions and choose again."""
+    global _epoch
+    _epoch = object()
     _decisions.clear()
+    _sites.clear()
     choosing.forget()
 
 
@@ -163,11 +229,19 @@ def _may_choose(x: Any, weight: Any, bias: Any) -> bool:
         and type(weight) in PLAIN
         and (bias is None or type(bias) in PLAIN)
         and weight.ndim == 2
-        and torch_internals.jit_state() is None
+        and torch_internals.jit_state() is None  # it would trace the next line
         and 2 * x.numel() * weight.shape[0] >= LEAST_FLOP
         and x.layout is weight.layout is torch.strided
-        and _on.get()
         and serves(x.device)
+        and _may_now(x, weight, bias)
+    )
+
+
+def _may_now(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """What `_may_choose` asks that does not depend on layouts."""
+    return (
+        torch_internals.jit_state() is None
+        and _on.get()
         and not (torch.is_grad_enabled() and _needs_grad(x, weight, bias))
         and not _watched()
         and selection.current.get() != "torch"
