@@ -15,6 +15,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from ..state.hooks import base_layers, why_run_once
@@ -31,13 +32,32 @@ EMPTY: frozenset[int] = frozenset()
 class _ModelState:
     """A model in one state."""
 
-    state: State
+    state: State  # without what adapters read
     run_once: str | None  # why it must not run twice, or None if it may
     modules: frozenset[int]
     adapted: set[int]
     serial: int = field(default_factory=_numbers.__next__)
     # by the id of a module inside it: whether that may run twice
     repeatable: dict[int, bool] = field(default_factory=dict)
+    # with what adapters read, for a model that is trained; its serial; the forward that looked last
+    whole: State | None = None
+    whole_serial: int = 0
+    looked: int = 0
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model is still in this state."""
+        if self.whole is not None and torch.is_grad_enabled() and self.whole.holds(model):
+            self.looked = active.token
+            return True
+        return self.state.holds(model)
+
+    def serial_with_adapters(self, model: nn.Module) -> int:
+        """The serial of the model and of what its adapters read."""
+        if self.looked != active.token:
+            if self.whole is None or not self.whole.holds(model):
+                self.whole, self.whole_serial = State(model), next(_numbers)
+            self.looked = active.token
+        return self.whole_serial
 
 
 # The states that a model was seen in, of one injection: what a state describes may hold the model,
@@ -63,6 +83,7 @@ class _Run(threading.local):
     modules: frozenset[int]  # ids of the modules that the state covers
     adapted: frozenset[int] | set[int]  # ids of layers with an adapter around them
     repeatable: dict[int, bool] | None
+    found: _ModelState | None
 
     def __getattr__(self, name: str) -> Any:
         if name not in OF_NO_MODEL:
@@ -73,6 +94,7 @@ class _Run(threading.local):
         self.serial = found.serial if found.run_once is None else 0
         self.run_once, self.modules = found.run_once, found.modules
         self.adapted, self.repeatable = found.adapted, found.repeatable
+        self.found = found
         return self.__dict__[name]
 
 
@@ -82,6 +104,7 @@ OF_NO_MODEL: dict[str, Any] = {
     "modules": EMPTY,
     "adapted": EMPTY,
     "repeatable": None,
+    "found": None,
 }
 active = _Run()
 # states kept per model: users who toggle a setting come back to an earlier one
@@ -136,6 +159,15 @@ def state_of(module: nn.Module) -> int:
     return active.serial if id(module) in active.modules else 0
 
 
+def state_with_adapters(module: nn.Module) -> int:
+    """The serial of the active model's state and of what its adapters read if it covers `module`,
+    else 0."""
+    serial, model = state_of(module), active.model
+    if not serial or not active.adapted or active.found is None or model is None:
+        return serial
+    return active.found.serial_with_adapters(model)
+
+
 def may_run_twice(module: nn.Module) -> bool:
     """Whether nothing in a module has state or side effects: no hooks, no code of an unknown
     library. For those of the active model this is found once for each of its states."""
@@ -157,7 +189,7 @@ def device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _state(model: nn.Module, states: States) -> _ModelState:
     known = states.get(model, [])
     for found in known:
-        if found.state.holds(model):
+        if found.holds(model):
             return found
     modules = frozenset(map(id, model.modules()))
     state = State(model, adapters=False)

@@ -187,12 +187,8 @@ class Training:
         return None
 
     def _seen(self, module: nn.Module, args: Any, kwargs: Any) -> _Seen:
-        known, serial = self._known.get(module), model_run.state_of(module)
-        # the state of a model leaves out what adapters read
-        unchanged = serial and not model_run.active.adapted
-        if known is None or not (
-            (unchanged and serial == known.serial) or known.state.holds(module)
-        ):
+        known, serial = self._known.get(module), model_run.state_with_adapters(module)
+        if known is None or not ((serial and serial == known.serial) or known.state.holds(module)):
             if known is not None and self.graphs is not None:
                 self.graphs.forget(module)
             known = self._known[module] = _Block.of(module)
