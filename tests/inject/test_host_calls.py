@@ -52,8 +52,8 @@ def calls(blocks, monkeypatch, **how):
         return count(lambda: model(**inputs))
 
 
-# calls per block and of everything around the blocks: 805 and 694 with recipes, 320 and 612 without
-# (PyTorch 2.13; 812 and 703 with 2.11), and some room for other versions of PyTorch and diffusers
+# calls per block and of everything around the blocks: 808 and 702 with recipes, 330 and 619 without
+# (PyTorch 2.13; a few more with 2.11), and some room for other versions of PyTorch and diffusers
 @pytest.mark.parametrize(
     ("how", "per_block", "around"), [({}, 820, 715), ({"recipes": False}, 340, 630)]
 )

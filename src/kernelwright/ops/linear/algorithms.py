@@ -77,8 +77,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = F
     # of the states that torch.compiler.is_compiling covers, the other checks miss Dynamo's only
     if torch.compiler.is_dynamo_compiling():
         return plain(x, weight, bias, gelu)
-    if gelu or type(weight) is not Parameter:
+    if gelu or type(weight) is not Parameter or torch_internals.jit_state() is not None:
         return _asked(x, weight, bias, gelu)[0]
+    if 2 * x.numel() * weight.shape[0] < LEAST_FLOP:
+        return plain(x, weight, bias, gelu)
     site = _sites.get(id(weight))
     if site is None:
         if len(_sites) >= MAX_SITES:
