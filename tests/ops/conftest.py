@@ -4,12 +4,15 @@ import pytest
 import torch
 from cublaslt_on_cpu import CublasLt
 
-from kernelwright.ops.linear import algorithms, choosing, cublaslt
+from kernelwright.backends.cache import KernelCache
+from kernelwright.ops.linear import algorithms, choosing, cublaslt, kept_choices
 
 
 @pytest.fixture
-def pretend(monkeypatch):
+def pretend(monkeypatch, tmp_path):
     """Puts a library that knows these algorithms, and a GPU, in place of the real ones."""
+    kept = KernelCache(tmp_path / "kept")
+    monkeypatch.setattr(kept_choices, "cache", lambda: kept)
 
     def put(*known, **facts):
         library = CublasLt(list(known), **facts)
@@ -17,6 +20,7 @@ def pretend(monkeypatch):
         choosing._library.cache_clear()
         monkeypatch.setattr(choosing, "load", lambda: library)
         monkeypatch.setattr(choosing, "capability", lambda device: library.capability)
+        monkeypatch.setattr(choosing, "gpu", lambda device: "a GPU")
         monkeypatch.setattr(choosing, "readings", library.readings)
         monkeypatch.setattr(choosing, "_stream", lambda device: 0)
         for module in (choosing, cublaslt):

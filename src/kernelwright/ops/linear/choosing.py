@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ...backends.torch_internals import raw_stream as _stream
-from . import configurations
+from . import configurations, kept_choices
 from .cublaslt import ALIGNMENT, TYPES, Algorithm, Found, Library, Product, Refused, Shape, load
+from .kept_choices import Choice
 from .plain import plain_into
 
 # the time to spend on one choice: ten or twenty of them delay a first result unnoticeably. Of long
@@ -118,11 +119,19 @@ def _fastest(
     shape = _shape(x, weight, bias, gelu, expected)
     bias_at, device = 0 if bias is None else bias.data_ptr(), x.get_device()
     described = Product(_library(device), shape)
-    found = _candidates(described, shape, bias_at, device)
-    torch_power = described.torch_power(bias_at)
     if not (_tells(x) and _tells(weight)):
         raise Refused("it was first asked for with zeros, on which all agree")
     out = torch.empty_like(expected)
+    family = _family(shape, device)
+    key = kept_choices.key_of(shape, described.library, gpu(device))
+    kept = None if _forgotten else kept_choices.read(key)
+    if kept is not None:
+        way = _as_kept(kept, described, out, x, weight, bias, expected)
+        if way is not None or kept.found is None:
+            _winners[family] = shape.rows, kept.found
+            return Decision(product, kept.why, way, kept.torch_us, kept.us)
+    found = _candidates(described, shape, bias_at, device)
+    torch_power = described.torch_power(bias_at)
     by_torch = functools.partial(plain_into, out, x, weight, bias, gelu)
     begin = time.perf_counter()
     (once,) = readings([by_torch], 1)
@@ -139,8 +148,11 @@ def _fastest(
         elif _same_bits(out, expected):
             ways.append(way)
     if not ways:
-        why = f"; cublasLtMatmul answered with status {failed}" if failed else ""
-        raise Refused(f"none of {len(found[:most])} others gives its bits{why}")
+        why = f"none of {len(found[:most])} others gives its bits"
+        if failed:
+            raise Refused(f"{why}; cublasLtMatmul answered with status {failed}")
+        kept_choices.write(key, Choice(why))
+        raise Refused(why)
     timed: list[Callable[[], Any]] = [by_torch]
     timed += [functools.partial(way.into, out, x, weight, bias) for way in ways]
     left = budget - (time.perf_counter() - begin) * 1e6
@@ -148,13 +160,32 @@ def _fastest(
     torch_us, *times = readings(timed, max(LEAST_ROUNDS, rounds))
     at_limit = (us * way.power / torch_power for us, way in zip(times, ways, strict=True))
     us, best = min(zip(at_limit, range(len(ways)), strict=True))
-    family = _family(shape, device)
+    chosen = Choice("faster", torch_us, us, ways[best].found)
     if us * GAIN > torch_us:
-        _winners[family] = shape.rows, None
-        why = f"none of {len(ways)} others is {GAIN - 1:.0%} faster"
-        return Decision(product, why, torch_us=torch_us)
-    _winners[family] = shape.rows, ways[best].found
-    return Decision(product, "faster", ways[best], torch_us, us)
+        chosen = Choice(f"none of {len(ways)} others is {GAIN - 1:.0%} faster", torch_us)
+    _winners[family] = shape.rows, chosen.found
+    kept_choices.write(key, chosen)
+    return Decision(product, chosen.why, ways[best] if chosen.found else None, torch_us, chosen.us)
+
+
+def _as_kept(
+    kept: Choice,
+    described: Product,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    expected: Tensor,
+) -> Way | None:
+    """The algorithm that an earlier process has chosen, if it has PyTorch's bits here, too."""
+    if kept.found is None:
+        return None
+    for algorithm in described.again(kept.found, 0 if bias is None else bias.data_ptr()):
+        way = Way(algorithm, x, weight)
+        out.fill_(torch.nan)
+        if way.into(out, x, weight, bias) == 0 and _same_bits(out, expected):
+            return way
+    return None
 
 
 def _candidates(product: Product, shape: Shape, bias: int, device: int) -> list[Algorithm]:
@@ -173,10 +204,13 @@ def _family(shape: Shape, device: int) -> tuple[Shape, int]:
 
 
 _winners: dict[tuple[Shape, int], tuple[int, Found | None]] = {}
+_forgotten = False  # whether choices of earlier processes are not read any more
 
 
 def forget() -> None:
-    """Forget which algorithms won."""
+    """Forget which algorithms won, in earlier processes too."""
+    global _forgotten
+    _forgotten = True
     _winners.clear()
 
 
@@ -240,6 +274,10 @@ def _library(device: int) -> Library:
 
 def capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def gpu(device: int) -> str:
+    return torch.cuda.get_device_name(device)
 
 
 def unnamed_problem(device: int) -> str | None:
