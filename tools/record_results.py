@@ -77,6 +77,8 @@ EIGHT_BITS = ("ltx-video", "ltx-video-161f", "flux-dev", "sd3.5-medium", "wan-1.
 FP8_MEMORY = (*EIGHT_BITS, "wan-2.2-14b")
 # models that have a recipe, by it and without it
 BY_PROGRAMS = ("sd3.5-medium", "ltx-video", "pixart", "wan-1.3b", "flux-dev")
+# language models whose layers run as programs, with their cache
+GENERATING = ("gemma-3-12b", "phi-4", "glm-4-9b")
 ONE = ("ltx-video", "--lora", "64", "--batch-size", "1")  # as people fine-tune it
 TRAINED = {
     "ltx-video-lora": ONE,
@@ -128,6 +130,10 @@ def measurements() -> Iterator[Measurement]:
     yield Measurement("generation/llama-3-8b", generate, 120)
     yield Measurement("generation/llama-3-8b-8", (*generate, "--batch", "8"), 120)
     yield Measurement("generation/llama-3-8b-2048", (*generate, "--prompt", "2048"), 120)
+    by_programs = "exact,exact+programs,exact+graphs,exact+programs+graphs"
+    yield Measurement("generation-programs/llama-3-8b", (*generate, "--config", by_programs), 90)
+    for name in GENERATING:
+        yield Measurement(f"generation/{name}", ("bench", "generate", name, "--new", "48"), 150)
     yield Measurement("fp8-attention", (), 40, (str(TOOLS / "time_fp8_attention.py"),))
     yield Measurement("calibration", ("doctor", "--exact"), 60)
 

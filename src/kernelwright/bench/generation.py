@@ -36,12 +36,12 @@ CONFIGS: Mapping[str, tuple[str, str, bool]] = {
     "eager+static": ("eager", STATIC, False),
     "compile": ("eager", STATIC, True),
     "liger": ("eager", DYNAMIC, False),
-    "exact": ("exact", DYNAMIC, False),
-    "exact+graphs": ("exact+graphs", STATIC, False),
-    "fused": ("fused", DYNAMIC, False),
-    "fused+graphs": ("fused+graphs", STATIC, False),
-    "fp8": ("fp8", DYNAMIC, False),
-    "fp8+graphs": ("fp8+graphs", STATIC, False),
+    **{
+        f"{tier}{way}{graphs}": (f"{tier}{way}{graphs}", STATIC if graphs else DYNAMIC, False)
+        for tier in ("exact", "fused", "fp8")
+        for way in ("", "+programs")
+        for graphs in ("", "+graphs")
+    },
 }
 PRESETS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gemma-3-12b", "phi-4", "phi-3-mini", "glm-4-9b")
 

@@ -29,7 +29,8 @@ def generate(
             show_default=spaced(DEFAULT),
             help="What to compare, comma-separated: eager (with transformers' default cache, which "
             "grows); eager+static; compile (a static cache and transformers' own torch.compile); "
-            "liger; exact, fused or fp8, with +graphs on a static cache.",
+            "liger; exact, fused or fp8, with +programs (recipes=False), with +graphs (on a static "
+            "cache) or with both.",
         ),
     ] = DEFAULT,
     batch: Annotated[int, typer.Option(min=1, help="Sequences generated at once.")] = 1,
