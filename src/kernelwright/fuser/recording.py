@@ -26,13 +26,8 @@ from torch.overrides import TorchFunctionMode
 from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
 from ..ops.row.default_eps import default_eps
-from .cached_attention import (
-    AttentionCall,
-    CachedCalls,
-    CacheUpdate,
-    changes_size,
-    recorded_calls_of_caches,
-)
+from .cache_recording import CachedCalls, changes_size, recorded_calls_of_caches
+from .cached_attention import AttentionCall, CacheUpdate
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
 from .recorded_ops import ATTENTION, LAYER, LINEAR, RMS_NORM, opaque_layers, sdp_backends

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
-from ...fuser.cached_attention import changes_size
+from ...fuser.cache_recording import changes_size
 from ...fuser.joint_recording import Joint
 from ...fuser.recording import Recording
 from ...library_internals import CACHE_ARGUMENT, exchanges_tensors, peft_layers

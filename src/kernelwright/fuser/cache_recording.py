@@ -1,0 +1,253 @@
+"""What a forward that is recorded does with a key-value cache among its inputs.
+
+Something else stands in the place of the cache, and of the attention functions that the forward
+asks transformers for: it runs their calls as ops of the graph. A forward that does anything else
+with the keys and values of a cache, or with a mask, whose sizes differ from call to call, cannot be
+recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ..library_internals import GET_ATTENTION, attention_interface, is_kv_cache
+from .cached_attention import (
+    CACHE_UPDATE,
+    CACHED_ATTENTION,
+    CALLS,
+    LAYER_INDEX,
+    AttentionCall,
+    CacheUpdate,
+    Path,
+    Run,
+    plainly,
+    running_calls,
+)
+from .recorded_ops import sdp_backends
+from .watched_forward import PLAIN, CannotRecord
+
+OUTSIDE = "it computes with the keys and values of its cache outside of attention"
+# what a forward may ask of tensors whose size differs from call to call
+ASKED = frozenset(("dtype", "device", "ndim", "dim", "requires_grad", "is_cuda", "layout"))
+
+
+class _Recording(threading.local):
+    """The calls of the forward that is recorded in this thread."""
+
+    calls: CachedCalls | None = None
+
+
+_recording = _Recording()
+
+
+def changes_size(name: str) -> bool:
+    """Whether the size of the argument of this name goes with that of a cache."""
+    return "mask" in name
+
+
+@dataclass(eq=False)
+class CachedCalls:
+    """The calls of one forward that is recorded with caches among its inputs."""
+
+    root: nn.Module
+    backends: Sequence[int]  # of attention, outside of the forward
+    inputs: tuple[Any, Any] = ((), ())  # with something else in the place of each cache
+    made: list[CacheUpdate | AttentionCall] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    # tensors whose size depends on how many tokens a cache holds
+    sized: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCalls | None:
+        """None if there is no cache among these inputs of a block."""
+        if not any(map(is_kv_cache, (*args, *kwargs.values()))):
+            return None
+        calls = CachedCalls(root, sdp_backends())
+
+        def instead(value: Any, path: Path) -> Any:
+            return _StandIn(value, path, calls) if is_kv_cache(value) else value
+
+        places = ((itemgetter(0), itemgetter(i)) for i in range(len(args)))
+        calls.inputs = (
+            tuple(map(instead, args, places)),
+            {n: instead(v, (itemgetter(1), itemgetter(n))) for n, v in kwargs.items()},
+        )
+        return calls
+
+    def add(self, call: CacheUpdate | AttentionCall, run: Run) -> int:
+        self.made.append(call)
+        self.runs.append(run)
+        return len(self.made) - 1
+
+    def updates_are_in(self, graph: fx.Graph) -> bool:
+        """Whether no update was left out because nothing reads its result."""
+        updates = sum(isinstance(call, CacheUpdate) for call in self.made)
+        return updates == len(graph.find_nodes(op="call_function", target=CACHE_UPDATE))
+
+    def name_of(self, module: nn.Module) -> str:
+        return next(name for name, m in self.root.named_modules() if m is module)
+
+    def called(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function of PyTorch that is given a tensor whose size depends on a cache:
+        attention, of which a call is one op. NotImplemented if it is not given any."""
+        if function in CALLS:
+            return NotImplemented
+        sized = set(map(id, self.sized))
+        if not any(id(x) in sized for x in _leaves((args, kwargs))):
+            return NotImplemented
+        if function is F.scaled_dot_product_attention:
+            return self._sdpa(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(function, "__self__", None), "__name__", "")
+        if name not in ASKED:
+            raise CannotRecord(OUTSIDE)
+        return NotImplemented
+
+    def _sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        kwargs |= {"dropout_p": dropout_p, "is_causal": is_causal}
+        return self.attend(_sdpa_of, self.root, query, key, value, attn_mask, kwargs)[0]
+
+    def attend(
+        self,
+        function: Callable[[Any], Callable[..., Any]],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """A call of an attention function, as one op."""
+        if kwargs.get("dropout") or kwargs.get("dropout_p"):
+            raise CannotRecord("attention with dropout")
+        if sdp_backends() != self.backends:
+            raise CannotRecord("it chooses the kernel of attention itself")
+        tensors = tuple(n for n, v in kwargs.items() if isinstance(v, Tensor))
+        plain = {n: v for n, v in kwargs.items() if n not in tensors}
+        if not all(map(_is_constant, plain.values())):
+            raise CannotRecord("it gives attention more than tensors and numbers")
+        masks = () if mask is None else (mask,)
+        call = AttentionCall(self.name_of(module), function, bool(masks), plain, tensors)
+        number = self.add(call, functools.partial(call, module, plainly))
+        given = [query, key, value, *masks, *(kwargs[n] for n in tensors)]
+        rows, *weights = CACHED_ATTENTION(given, number)
+        return rows, (weights[0] if weights else None)
+
+
+def _sdpa_of(module: nn.Module) -> Callable[..., Any]:
+    return _sdpa
+
+
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return F.scaled_dot_product_attention(query, key, value, mask, **kwargs), None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for v in value:
+            yield from _leaves(v)
+    else:
+        yield value
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, PLAIN) and not isinstance(value, Tensor)
+
+
+class _StandIn:
+    """In the place of a cache while a forward is recorded."""
+
+    def __init__(self, cache: Any, path: Any, calls: CachedCalls) -> None:
+        vars(self).update(_cache=cache, _path=path, _calls=calls)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(vars(self)["_cache"])
+
+    def __getattr__(self, name: str) -> Any:
+        raise CannotRecord(f"it reads {name} of its cache")
+
+    def __len__(self) -> int:
+        raise CannotRecord("it asks how many layers its cache has")
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        cache, calls = vars(self)["_cache"], vars(self)["_calls"]
+        if not all(map(_is_constant, _leaves((args, kwargs)))):
+            raise CannotRecord("it gives its cache more than keys and values")
+        modules = calls.root.named_modules()
+        found = ((n, m) for n, m in modules if vars(m).get(LAYER_INDEX) == layer_idx)
+        name, owner = next(found, (None, None))
+        if name is None or owner is None:
+            raise CannotRecord(f"no module of it has the {LAYER_INDEX} that it gives its cache")
+        call = CacheUpdate(vars(self)["_path"], name, args, kwargs)
+        number = calls.add(call, functools.partial(call, cache, owner))
+        made = CACHE_UPDATE([key, value], number)
+        calls.sized += made
+        return tuple(made)
+
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def recorded_calls_of_caches(calls: CachedCalls | None) -> Iterator[None]:
+    """Collect what this thread calls of caches, and the attention functions that it asks
+    transformers for: each call is one op."""
+    if calls is None:
+        yield
+        return
+    interface, before = attention_interface(), _recording.calls
+    with _one_at_a_time, running_calls(calls.runs):  # the method is replaced for all threads
+        own = getattr(interface, GET_ATTENTION, None)
+        if own is not None:
+            setattr(interface, GET_ATTENTION, _as_op(own))
+        _recording.calls = calls
+        try:
+            yield
+        finally:
+            _recording.calls = before
+            if own is not None:
+                setattr(interface, GET_ATTENTION, own)
+
+
+def _as_op(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def get(self: Any, implementation: str, default: Any) -> Any:
+        calls = _recording.calls
+        if calls is None:  # another thread
+            return own(self, implementation, default)
+
+        def function(module: Any) -> Callable[..., Any]:
+            return own(self, module.config._attn_implementation, default)
+
+        def attend(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            return calls.attend(function, module, query, key, value, mask, kwargs)
+
+        return attend
+
+    return get
