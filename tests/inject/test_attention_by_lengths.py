@@ -8,10 +8,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kernelwright as kw
 from inject.harness import check_exact, check_fused, run, same, tensors
-from inject.language import SIZES, words
+from inject.language import SIZES, model_of, words
 from inject.tape import graphs_on_the_cpu
 from kernelwright import models
 from kernelwright.fuser import attention_by_lengths
+from kernelwright.inject.fusions import all_scores
 from kernelwright.inject.graphs.host_reads import OTHER_VALUES
 from kernelwright.inject.reuse import programs
 from kernelwright.inject.runtime.sites import eagerly
@@ -431,6 +432,31 @@ def test_language_models_with_windows(name, windowed):
             layer.sliding_window = 9
     check_fused(model, inputs, recipes=False)
     assert set(windowed) == {9}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipes", [True, False])
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral"])
+def test_a_prompt_with_a_cache_is_told_its_window(family, recipes, windowed, monkeypatch):
+    """By a recipe, and by programs, which call the attention function of transformers."""
+    monkeypatch.setattr(all_scores, "MIN_QUERIES", 2)
+    model = gemma() if family == "Gemma3" else model_of(family, sliding_window=3)
+    words = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def prompted(tokens=12):
+        found = model(input_ids=words[:, :tokens], use_cache=True)
+        cached = [(layer.keys, layer.values) for layer in found.past_key_values.layers]
+        return found.logits, cached
+
+    expected, shorter = prompted(), prompted(10)
+    with kw.injected(model, numerics="fused", recipes=recipes, verify=True) as report:
+        for _ in range(3):
+            assert close(prompted(), expected)
+        windowed.clear()
+        prompted()
+        assert set(windowed) == {3}
+        assert close(prompted(10), shorter)
+    assert not report.problems
 
 
 def test_exact_is_told_no_window(model, windowed):

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ...backends.torch_internals import attention_choice
+from ...fuser import attention_by_lengths
 from ...fuser.attention_by_lengths import Lengths
 from ...library_internals import active_attention_backend, processor_choices
-from ...ops.attention import attention
+from ...ops.attention import attention, window
 from ...ops.linear import algorithms
 from ...ops.residual import GATED_RESIDUAL
 from ..reuse.masks import lengths_of, numbers_of
@@ -81,6 +82,50 @@ class AttentionFusions(QueryKeyFusions):
             y = self.fp8_layers.attention(query, key, value, in_16_bits)
         return (in_16_bits() if y is None else y).transpose(1, 2)
 
+    def _lengths(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Lengths | None:
+        """What a mask says, if that is only lengths or a window and attention need not have its
+        bits."""
+        queries, keys = query.shape[2], key.shape[2]
+        if self.exact or queries < all_scores.MIN_QUERIES or not torch_attends():
+            return None
+        windows = window.why_not(query, key, value) is None
+        said = lengths_of(self.masks, mask, queries, keys, windows)
+        return said if isinstance(said, Lengths) else None
+
+    def _by_lengths(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scale: float,
+        lengths: Lengths,
+    ) -> Tensor:
+        """Attention over [batch, heads, tokens, dim] without its mask, as [batch, tokens, heads,
+        dim]."""
+
+        def by(q: Tensor, k: Tensor, v: Tensor, mask: Part, dropout: float, *how: Any) -> Tensor:
+            causal, scale, *_ = how
+            return attention(q, k, v, mask, scale, causal)
+
+        batch, heads, tokens, _ = query.shape
+        rows = torch.empty(batch, tokens, heads, value.shape[3], device="meta")
+        y = attention_by_lengths.attend(
+            query,
+            key,
+            value,
+            mask,
+            dropout=0.0,
+            causal=False,
+            scale=scale,
+            grouped=True,
+            backends=(),
+            lengths=lengths,
+            like=rows.transpose(1, 2),
+            by=by,
+        )
+        return y.transpose(1, 2)
+
     def _is_causal(self, mask: Tensor, queries: int, keys: int) -> bool:
         """Whether a mask only says that a row sees the keys up to its own."""
         said = lengths_of(self.masks, mask, queries, keys) if queries == keys else None
@@ -100,6 +145,13 @@ class AttentionFusions(QueryKeyFusions):
         used without the copies."""
         if mode.eager or mask is None or torch.compiler.is_compiling():
             return attend(mask)
+        if (lengths := self._lengths(query, key, value, mask)) is not None:
+            return site(
+                "attention by lengths",
+                lambda: attend(mask),
+                lambda: (self._by_lengths(query, key, value, mask, scale, lengths), None),
+                *(query, key, value),
+            )
         shared = query.shape[1] // key.shape[1] > 1 and torch_attends()
         choice = attention_choice(query, key, value, mask, scale) if shared else None
         if choice not in READ_SHARED_HEADS:
