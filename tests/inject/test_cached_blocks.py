@@ -354,6 +354,11 @@ def test_training_runs_as_without_injection():
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
     want = step()
-    with kw.injected(model):
-        for _ in range(2):
+    with kw.injected(model) as report:
+        with pytest.warns(match="Phi3DecoderLayer.*pass use_cache=False") as warned:
             assert same(step(), want)
+        assert len(warned) == 1  # not once for every layer
+        assert same(step(), want)
+        assert any("key-value cache" in line for line in report.gradients)
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=words, labels=words).loss, want[0])

@@ -34,11 +34,13 @@ from ...backends.torch_internals import (
     pytree,
     saves_through_hooks,
 )
+from ...backends.user_warnings import warn
 from ...errors import in_one_line
 from ...fuser.index import CannotIndex
 from ...fuser.joint_recording import Call, record_joint
 from ...fuser.module_twin import twin_of
 from ...fuser.recording import CannotRecord, paths_of
+from ...library_internals import is_kv_cache
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..identify.structure import structure_of
@@ -65,6 +67,7 @@ LEFT_ALONE = 64
 WAITS = 8
 NOT_LOOKED_AT = f"{EAGER}: not looked at in this call"
 AS_BEFORE = f"{EAGER}: so did the forward that checkpointing runs again"
+CACHED = "it is given a key-value cache"
 WAITING = f"{EAGER}: a further shape, until it has come {WAITS} times"
 
 
@@ -132,6 +135,7 @@ class Training:
     fell_back: Counter[tuple[str, str]]
     kinds: tuple[type[nn.Module], ...] = ()  # classes of blocks
     graphs: TrainingGraphs | None = None
+    warned: bool = False  # that a model is trained with a key-value cache
     _known: WeakKeyDictionary[nn.Module, _Block] = field(default_factory=WeakKeyDictionary)
     _shared: dict[Any, BlockPrograms | str] = field(default_factory=dict)
 
@@ -230,7 +234,14 @@ class Training:
         """Programs that were compared for this block, or why it has none."""
         why = why_not(module, ())
         if why is None and has_state(args, kwargs):
-            why = "an input that it may write to"
+            cached = any(map(is_kv_cache, (*args, *kwargs.values())))
+            why = CACHED if cached else "an input that it may write to"
+            if cached and not self.warned:
+                self.warned = True
+                warn(
+                    f"{type(module).__name__} {EAGER} while gradients are recorded: {CACHED}; pass "
+                    f"use_cache=False to train, or call the model under torch.no_grad()"
+                )
         if why is None and any(_is_inference(t) for t in pytree.tree_leaves((args, kwargs))):
             why = "an input that was made in inference mode"  # autograd may not keep it
         if why is None and waits(module):
