@@ -433,3 +433,26 @@ def test_a_place_whose_algorithm_fails_takes_pytorchs(pretend):
     for _ in range(2):
         assert torch.equal(site(x, weight, bias), F.linear(x, weight, bias))
     assert decided().way is None
+
+
+@pytest.mark.parametrize("kind", ["a tensor", "a parameter", "a call site"])
+def test_the_first_product_of_a_thread_is_pytorchs(pretend, kind):
+    """cuBLASLt needs a context of CUDA in its thread, and F.linear makes it."""
+    library = pretend(Known(100), Known(80))
+    x, weight, bias = operands()
+    if kind == "a parameter":
+        weight = torch.nn.Parameter(weight, False)
+    multiplied = algorithms.CallSite() if kind == "a call site" else linear
+    for _ in range(3):
+        multiplied(x, weight, bias)
+    launched = [len(library.launched)]
+
+    def twice():
+        for _ in range(2):
+            multiplied(x, weight, bias)
+            launched.append(len(library.launched))
+
+    thread = threading.Thread(target=twice)
+    thread.start()
+    thread.join()
+    assert [n - launched[0] for n in launched] == [0, 0, 1]

@@ -137,6 +137,8 @@ class _Last:
         """Whether the next call may run as this one did."""
         if self._epoch is not _epoch or (bias is not None) is not self._biased:
             return False
+        if not _thread.ready:
+            return False
         same = self._check(x, weight) if bias is None else self._check(x, weight, bias)
         return (
             same and torch_internals.gemm_switches() == self._switches and _may_now(x, weight, bias)
