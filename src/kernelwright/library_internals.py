@@ -155,7 +155,14 @@ def plain_cache_layers(cache: Any) -> list[Any] | None:
     if not own or not all(type(layer) in kinds for layer in layers):
         return None
     added = cache.layer_class_to_replicate
-    return layers if added is None or added in kinds else None
+    if added is not None and added not in kinds:
+        return None
+    # somebody may have put other functions into the classes
+    found = [type(cache).update]
+    for kind in {added, *map(type, layers)} - {None}:
+        found += [kind.update, kind.lazy_initialization]
+    own = all(getattr(f, "__globals__", None) is vars(module) for f in found)
+    return layers if own else None
 
 
 def refuse_update(*args: Any, **kwargs: Any) -> Any:

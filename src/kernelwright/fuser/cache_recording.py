@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
@@ -35,6 +36,7 @@ from .cached_attention import (
 from .recorded_ops import sdp_backends
 from .watched_forward import PLAIN, CannotRecord
 
+OWN = "an attention function of your own"
 OUTSIDE = "it computes with the keys and values of its cache outside of attention"
 # what a forward may ask of tensors whose size differs from call to call
 ASKED = frozenset(("dtype", "device", "ndim", "dim", "requires_grad", "is_cuda", "layout"))
@@ -58,20 +60,24 @@ def changes_size(name: str) -> bool:
 class CachedCalls:
     """The calls of one forward that is recorded with caches among its inputs."""
 
-    root: nn.Module
+    root: nn.Module  # the block itself
+    twin: nn.Module  # what is recorded in its place
     backends: Sequence[int]  # of attention, outside of the forward
     inputs: tuple[Any, Any] = ((), ())  # with something else in the place of each cache
     made: list[CacheUpdate | AttentionCall] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     # tensors whose size depends on how many tokens a cache holds
     sized: list[Tensor] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)  # what the forward returns
 
     @staticmethod
-    def of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedCalls | None:
+    def of(
+        root: nn.Module, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CachedCalls | None:
         """None if there is no cache among these inputs of a block."""
         if not any(map(is_kv_cache, (*args, *kwargs.values()))):
             return None
-        calls = CachedCalls(root, sdp_backends())
+        calls = CachedCalls(root, twin, sdp_backends())
 
         def instead(value: Any, path: Path) -> Any:
             return _StandIn(value, path, calls) if is_kv_cache(value) else value
@@ -88,21 +94,29 @@ class CachedCalls:
         self.runs.append(run)
         return len(self.made) - 1
 
-    def updates_are_in(self, graph: fx.Graph) -> bool:
-        """Whether no update was left out because nothing reads its result."""
+    def why_not(self, graph: fx.Graph) -> str | None:
+        """Why a graph does not say what the forward does, or None."""
         updates = sum(isinstance(call, CacheUpdate) for call in self.made)
-        return updates == len(graph.find_nodes(op="call_function", target=CACHE_UPDATE))
+        if updates != len(graph.find_nodes(op="call_function", target=CACHE_UPDATE)):
+            return "it makes no use of what a cache returns"
+        if any(map(self._is_sized, self.results)):
+            return "it returns what is as long as its cache"
+        if any(map(_depends_on_values, graph.nodes)):  # it would turn out too late to run otherwise
+            return "it has a cache, and a result whose shape depends on values"
+        return None
+
+    def _is_sized(self, value: Any) -> bool:
+        return any(value is t for t in self.sized)
 
     def name_of(self, module: nn.Module) -> str:
-        return next(name for name, m in self.root.named_modules() if m is module)
+        return next(name for name, m in self.twin.named_modules() if m is module)
 
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function of PyTorch that is given a tensor whose size depends on a cache:
         attention, of which a call is one op. NotImplemented if it is not given any."""
         if function in CALLS:
             return NotImplemented
-        sized = set(map(id, self.sized))
-        if not any(id(x) in sized for x in _leaves((args, kwargs))):
+        if not any(map(self._is_sized, _leaves((args, kwargs)))):
             return NotImplemented
         if function is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
@@ -124,7 +138,7 @@ class CachedCalls:
         **kwargs: Any,
     ) -> Tensor:
         kwargs |= {"dropout_p": dropout_p, "is_causal": is_causal}
-        return self.attend(_sdpa_of, self.root, query, key, value, attn_mask, kwargs)[0]
+        return self.attend(_sdpa_of, self.twin, query, key, value, attn_mask, kwargs)[0]
 
     def attend(
         self,
@@ -141,15 +155,24 @@ class CachedCalls:
             raise CannotRecord("attention with dropout")
         if sdp_backends() != self.backends:
             raise CannotRecord("it chooses the kernel of attention itself")
+        if self._is_sized(query):
+            raise CannotRecord(OUTSIDE)
+        name = self.name_of(module)
+        # not the twin, whose weights are stand-ins: a function may read some
+        owner = self.root.get_submodule(name)
+        recorded = function(owner)
+        if not _is_of_a_library(recorded):  # it may draw, count or return what it likes
+            raise CannotRecord(OWN)
         tensors = tuple(n for n, v in kwargs.items() if isinstance(v, Tensor))
         plain = {n: v for n, v in kwargs.items() if n not in tensors}
         if not all(map(_is_constant, plain.values())):
             raise CannotRecord("it gives attention more than tensors and numbers")
         masks = () if mask is None else (mask,)
-        call = AttentionCall(self.name_of(module), function, bool(masks), plain, tensors)
-        number = self.add(call, functools.partial(call, module, plainly))
+        call = AttentionCall((name,), function, recorded, bool(masks), plain, tensors)
+        number = self.add(call, functools.partial(call, owner, plainly))
         given = [query, key, value, *masks, *(kwargs[n] for n in tensors)]
         rows, *weights = CACHED_ATTENTION(given, number)
+        self.sized += weights
         return rows, (weights[0] if weights else None)
 
 
@@ -177,33 +200,56 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, PLAIN) and not isinstance(value, Tensor)
 
 
+def _depends_on_values(node: fx.Node) -> bool:
+    """Whether the shape of a result depends on values. That of an index by numbers does not,
+    although the op says so."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is not torch.ops.aten.index.Tensor:
+        return True
+    return any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in node.all_input_nodes[1:])
+
+
+def _is_of_a_library(function: Any) -> bool:
+    """Whether this is a function of PyTorch's, of transformers' or ours."""
+    module = getattr(function, "__module__", None) or ""
+    return module.partition(".")[0] in ("torch", "transformers", __name__.partition(".")[0])
+
+
 class _StandIn:
     """In the place of a cache while a forward is recorded."""
 
+    __slots__ = ("_own",)
+
     def __init__(self, cache: Any, path: Any, calls: CachedCalls) -> None:
-        vars(self).update(_cache=cache, _path=path, _calls=calls)
+        object.__setattr__(self, "_own", (cache, path, calls))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(vars(self)["_cache"])
+        return type(self._own[0])
 
     def __getattr__(self, name: str) -> Any:
         raise CannotRecord(f"it reads {name} of its cache")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise CannotRecord(f"it sets {name} of its cache")
+
+    def __delattr__(self, name: str) -> None:
+        raise CannotRecord(f"it deletes {name} of its cache")
 
     def __len__(self) -> int:
         raise CannotRecord("it asks how many layers its cache has")
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        cache, calls = vars(self)["_cache"], vars(self)["_calls"]
+        cache, path, calls = self._own
         if not all(map(_is_constant, _leaves((args, kwargs)))):
             raise CannotRecord("it gives its cache more than keys and values")
-        modules = calls.root.named_modules()
-        found = ((n, m) for n, m in modules if vars(m).get(LAYER_INDEX) == layer_idx)
-        name, owner = next(found, (None, None))
-        if name is None or owner is None:
+        modules = dict(calls.root.named_modules())
+        owners = tuple(n for n, m in modules.items() if vars(m).get(LAYER_INDEX) == layer_idx)
+        if not owners:
             raise CannotRecord(f"no module of it has the {LAYER_INDEX} that it gives its cache")
-        call = CacheUpdate(vars(self)["_path"], name, args, kwargs)
-        number = calls.add(call, functools.partial(call, cache, owner))
+        call = CacheUpdate(path, owners, args, kwargs)
+        number = calls.add(call, functools.partial(call, cache, modules[owners[0]]))
         made = CACHE_UPDATE([key, value], number)
         calls.sized += made
         return tuple(made)
@@ -244,8 +290,10 @@ def _as_op(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, module.config._attn_implementation, default)
 
         def attend(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor | None]:
+            if module.config._attn_implementation != implementation:
+                raise CannotRecord("it chooses its attention function itself")
             return calls.attend(function, module, query, key, value, mask, kwargs)
 
         return attend

@@ -30,7 +30,7 @@ class CacheUpdate:
     """`cache.update(key, value, layer_idx, ...)`."""
 
     path: Path  # how to find the cache in (args, kwargs)
-    owner: str  # the name of the module in the block whose index it is
+    owners: tuple[str, ...]  # the names of the modules in the block that have this index
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -44,8 +44,9 @@ class AttentionCall:
     """A call of the attention function that a module's config names: `given` has query, key, value,
     the mask if there is one, and the keyword arguments of `tensors`."""
 
-    owner: str  # the name of the module in the block
+    owners: tuple[str, ...]  # the name of the module in the block
     function: Callable[[nn.Module], Callable[..., Any]]
+    recorded: Callable[..., Any]  # what that was for the block that was recorded
     masked: bool
     kwargs: dict[str, Any]
     tensors: tuple[str, ...]
@@ -54,8 +55,7 @@ class AttentionCall:
         query, key, value, *others = given
         mask = others.pop(0) if self.masked else None
         kwargs = {**self.kwargs, **dict(zip(self.tensors, others, strict=True))}
-        function = self.function(owner)
-        found = attend(function, owner, query, key, value, mask, kwargs)
+        found = attend(self.recorded, owner, query, key, value, mask, kwargs)
         return [t for t in found if t is not None]
 
 

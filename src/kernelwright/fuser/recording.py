@@ -210,7 +210,7 @@ def record(
 ) -> Recording:
     """Run the forward of a module once, and write down what it does."""
     twin = twin_of(module, opaque)
-    cached = CachedCalls.of(twin, args, kwargs)
+    cached = CachedCalls.of(module, twin, args, kwargs)
     inputs = (args, kwargs) if cached is None else cached.inputs
     leaves, structure = pytree.tree_flatten(inputs)
     positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -231,6 +231,8 @@ def record(
             result = torch.func.functional_call(WatchedForward(twin), named, a, k)
         outputs, spec = pytree.tree_flatten(result)
         returned[:] = [spec]
+        if cached is not None:
+            cached.results = outputs
         return outputs
 
     functional = torch.func.functionalize(run, remove="mutations")
@@ -276,8 +278,8 @@ def record(
     if module.training and not all(map(_is_unchanged, given, tensors)):
         raise CannotRecord(WRITES_TO_BUFFERS)
     graph.eliminate_dead_code()
-    if cached is not None and not cached.updates_are_in(graph):
-        raise CannotRecord("it makes no use of what a cache returns")
+    if cached is not None and (why := cached.why_not(graph)) is not None:
+        raise CannotRecord(why)
     return Recording(
         *(graph, tuple(weights), paths_of(inputs), returned[0], constants, results, parallel),
         cached=() if cached is None else cached.made,

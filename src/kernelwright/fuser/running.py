@@ -71,7 +71,6 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     RMS_NORM: plain_rms_norm,
     PARALLEL_ATTENTION: attend_in_parallel,
     CACHE_UPDATE: run_call,
-    CACHED_ATTENTION: run_call,
     aten.mm.default: torch.mm,
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
@@ -252,6 +251,8 @@ class Executable:
         function = PLAIN.get(node.target, node.target)
         if node.target is ATTENTION and self._attention is not plain_attention:
             function = self._laid_out(node.meta["val"])
+        if node.target is CACHED_ATTENTION:
+            function = _with_rows_laid_out(node.meta["val"][0])
         by_name = (LINEAR, LINEAR_OF_ACTIVATION, LINEARS)
         if node.target in by_name and self._products is not None:
             weights = node.args[1] if node.target is LINEARS else [node.args[1]]
@@ -391,6 +392,17 @@ def _is_large(product: fx.Node) -> bool:
     """Whether choosing an algorithm for a product of two matrices may pay off."""
     first = product.args[-2].meta["val"]
     return 2 * product.meta["val"].numel() * first.shape[-1] >= algorithms.LEAST_FLOP
+
+
+def _with_rows_laid_out(like: Tensor) -> Callable[..., Any]:
+    """Attention over a cache, in the layout that it was recorded with: with other lengths PyTorch
+    may choose a kernel that has another one."""
+
+    def attended(given: Sequence[Tensor], number: int) -> list[Tensor]:
+        rows, *weights = run_call(given, number)
+        return [laid_out(rows, like), *weights]
+
+    return attended
 
 
 def _is_number(constant: fx.Node) -> bool:

@@ -174,6 +174,8 @@ class Bound:
                 results = self._outputs(module, weights, given)
             else:
                 call = BlockCall(module, args, kwargs, self.caches, self.attend)
+                if (why := call.why_not()) is not None:
+                    return why
                 with opaque_layers(self.opaque), running_call(call):
                     results = self._outputs(module, weights, given)
         except OtherShape:
@@ -294,7 +296,6 @@ class Bound:
 
         given = alone[len(self.places) :]
         if (aside := caches_aside()) is None:
-            self._refuse(variant, taken, ahead, NO_MEMORY)
             return self.alone.outputs(alone)
         expected = self.alone.outputs(alone, keeping=False)
         try:

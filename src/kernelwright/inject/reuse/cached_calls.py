@@ -13,17 +13,31 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ...fuser.cached_attention import Attend, AttentionCall, CacheUpdate, Run, running_calls
+from ...fuser.cached_attention import (
+    LAYER_INDEX,
+    Attend,
+    AttentionCall,
+    CacheUpdate,
+    Run,
+    running_calls,
+)
 from ...fuser.recording import Recording
-from ..runtime.cache_copies import CacheCopies
+from ..runtime.cache_copies import CacheCopies, can_copy
 
 # the calls of a recording, and the modules of one block that make them
 OwnCalls = Sequence[tuple["CacheUpdate | AttentionCall", ref[nn.Module]]]
 
 
-def own_calls(module: nn.Module, recording: Recording) -> OwnCalls:
-    """The calls of a recording, with the modules of a block that make them."""
-    return [(call, ref(module.get_submodule(call.owner))) for call in recording.cached]
+def own_calls(module: nn.Module, recording: Recording) -> OwnCalls | None:
+    """The calls of a recording, with the modules of a block that make them. None if modules have
+    different indices here that have one index in the block that was recorded."""
+    found: list[Any] = []
+    for call in recording.cached:
+        owners = [module.get_submodule(name) for name in call.owners]
+        if len({vars(m).get(LAYER_INDEX) for m in owners}) > 1:
+            return None
+        found.append((call, ref(owners[0])))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +49,14 @@ class BlockCall:
     kwargs: dict[str, Any]
     calls: OwnCalls
     attend: Attend
+
+    def why_not(self) -> str | None:
+        """Why the calls are not those that were recorded, or None."""
+        for call, owner in self.calls:
+            module: Any = owner()
+            if isinstance(call, AttentionCall) and call.function(module) is not call.recorded:
+                return "another attention function than when it was recorded"
+        return None
 
     def runs(self, given: tuple[Any, Any]) -> list[Run]:
         """What to run for each number in the graph, with the caches of these inputs."""
@@ -71,7 +93,10 @@ def running_call(call: BlockCall) -> Iterator[None]:
 
 
 def caches_aside() -> CachesAside | None:
-    """None if memory is too short for copies."""
+    """None if the caches cannot be copied now, or if memory is too short for it."""
+    call = _running.call
+    if call is not None and not can_copy(call.module, call.args, call.kwargs):
+        return None
     try:
         return CachesAside()
     except torch.OutOfMemoryError:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, fx, nn
 
-from ...backends.torch_internals import attention_choice, layout_check
+from ...backends.torch_internals import any_autocast, attention_choice, layout_check
 from ...fuser import planning, recording
 from ...fuser.cached_attention import Attend, plainly
 from ...fuser.eight_bit_rows import mark_rows
@@ -43,7 +43,7 @@ from ...ops.attention import attention, kernel_of
 from ...ops.attention.sdpa import ADDING
 from ..identify.structure import layout, structure_of
 from ..runtime.cache_copies import CacheCopies, can_copy
-from ..runtime.sites import declined, eagerly, mode
+from ..runtime.sites import Declined, declined, eagerly, mode
 from ..state.switches import torch_attends
 from .bound import Bound, Owners
 from .cached_calls import own_calls
@@ -64,6 +64,7 @@ from .recordable import (
 )
 from .recorded import BlockLine, Recorded
 
+OTHER_INDICES = "its modules count the layers of a cache otherwise than another block's"
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
 MAX_RECORDINGS = 512
 
@@ -132,6 +133,8 @@ class Programs:
 
     @staticmethod
     def _declined(why: str) -> Any:
+        if mode.aside:
+            raise Declined(why)
         declined("forward as programs", why)
         return NotImplemented
 
@@ -148,6 +151,8 @@ class Programs:
         why = why_not(module, opaque)
         if why is None and not can_copy(module, args, kwargs):
             why = "an input that it may write to"
+        if why is None and any_autocast():
+            why = "autocast"
         if why is not None:
             self._last.setdefault(type(module).__name__, why)
             return why, None
@@ -163,6 +168,9 @@ class Programs:
         self._last[type(module).__name__] = found
         if isinstance(found, str):
             return found, result if once else None
+        calls = own_calls(module, found.recording)
+        if calls is None:
+            return OTHER_INDICES, None
         places = places_of(module, found.recording.weights)
         weights = [holder[name] for holder, name in places]
         layouts, check = list(map(layout, weights)), layout_check(weights)
@@ -171,7 +179,7 @@ class Programs:
         owners = [ref(module.get_submodule(name.rpartition(".")[0])) for name in names]
         bound = Bound(
             *(found, places, layouts, check, opaque, layers, owners, self._prompts, self.exact),
-            caches=own_calls(module, found.recording),
+            caches=calls,
             attend=self.attend,
         )
         return bound, result if once else None

@@ -12,7 +12,7 @@ from ...backends.torch_internals import pytree
 from ...fuser.cache_recording import changes_size
 from ...fuser.joint_recording import Joint
 from ...fuser.recording import Recording
-from ...library_internals import CACHE_ARGUMENT, exchanges_tensors, peft_layers
+from ...library_internals import CACHE_ARGUMENT, exchanges_tensors, is_kv_cache, peft_layers
 from ..runtime.forwards import hooked
 from ..runtime.input_key import held_by
 from ..state.hooks import effect_of, effect_of_class
@@ -25,7 +25,7 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a recording depends on: how inputs lie in memory, which are one object, and the value of
     all others."""
     ids = tuple(map(id, (*args, *kwargs.values())))
-    if kwargs.get(CACHE_ARGUMENT) is not None:  # a mask is then as long as the cache
+    if is_kv_cache(kwargs.get(CACHE_ARGUMENT)):  # a mask is then as long as the cache
         named = [(k, _key_of_mask(v) if changes_size(k) else _key_of(v)) for k, v in kwargs.items()]
     else:
         named = [(k, _key_of(v)) for k, v in kwargs.items()]

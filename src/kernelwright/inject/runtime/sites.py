@@ -26,6 +26,10 @@ class BackendUnavailable(RuntimeError):
     """The backend that the user asked for cannot run on the model's device."""
 
 
+class Declined(Exception):
+    """A block does not run as programs, in a run that is for those alone."""
+
+
 class _Mode(threading.local):
     """How injected modules behave in this thread."""
 
@@ -33,6 +37,7 @@ class _Mode(threading.local):
     inside = False  # inside a fused forward, which was checked with all of its `members`
     members: frozenset[int] = frozenset()  # ids of the injected modules that it covers
     comparing = False  # compare each site with eager
+    aside = False  # a second run, on copies of caches, which the block's own forward must not get
     fp8 = True  # off while a module is checked against the error bound of "fused"
     cache_scope: Any = None  # state and signature under which values may be cached
     owner = 0  # the id of the module whose state and signature these are

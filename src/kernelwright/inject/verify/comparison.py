@@ -36,6 +36,7 @@ from ..runtime.sites import (
     DIFFERS,
     NO_MEMORY,
     BackendUnavailable,
+    Declined,
     Forward,
     eagerly,
     equal,
@@ -80,7 +81,8 @@ class Comparison:
         self.wanted = self.exact or findings.verify or type(self.module) not in findings.proven
         run_once = self.record.run_once or has_state(self.args, self.kwargs)
         if self._is_recorded and not self.record.run_once:  # it runs again on copies of its caches
-            run_once = not can_copy(self.module, self.args, self.kwargs)
+            copied = can_copy(self.module, self.args, self.kwargs)
+            run_once = not copied or self.key in self.record.declined
         if run_once or not self.wanted:
             return self._in_one_run()
         return self._side_by_side()
@@ -135,6 +137,10 @@ class Comparison:
             problem = NO_MEMORY
         except BackendUnavailable:
             raise
+        except Declined:  # its sites are compared one by one, in a single run
+            work_ahead.forget()
+            self.record.declined.add(self.key)
+            return expected
         except Exception as error:
             problem = f"its fused forward failed ({type(error).__name__}: {error})"
         # outside `except`, whose traceback keeps the tensors of the failed run
@@ -262,6 +268,7 @@ class Comparison:
     def _fused(self, comparing: bool = False, fp8: bool = True, noting: bool = True) -> Any:
         notes: Counter[tuple[str, str]] = Counter()
         fields: dict[str, Any] = {"comparing": comparing, "fp8": fp8, "notes": None}
+        fields["aside"] = self.caches is not None
         if noting:
             fields |= {"notes": notes, "uninformative": self.uninformative}
         given = (self.args, self.kwargs) if self.caches is None else self.caches.given()

@@ -176,6 +176,7 @@ class Checker(Findings):
             record.verdicts[key] = comparison.verdict
             record.uninformative.pop(key, None)
             record.differed.discard(key)
+            record.declined.discard(key)
             self.uninformative.pop(module, None)
             self.postponed.pop(module, None)
         elif comparison.uninformative:

@@ -46,6 +46,8 @@ class ModuleRecord:
     came: set[Any] = field(default_factory=set)
     # signatures at which a deferred comparison has found a difference
     differed: set[Any] = field(default_factory=set)
+    # signatures with a cache at which the module does not run as programs
+    declined: set[Any] = field(default_factory=set)
 
     @staticmethod
     def of(module: nn.Module, fused: Any) -> ModuleRecord:
