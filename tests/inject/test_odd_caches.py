@@ -11,6 +11,7 @@ from torch import nn
 
 import kernelwright as kw
 from inject.harness import same
+from inject.tape import graphs_on_the_cpu
 
 transformers = pytest.importorskip("transformers")
 FUNCTIONS = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -386,3 +387,56 @@ def test_autocast_after_calls_without_it():
         warnings.simplefilter("error", UserWarning)
         for _ in range(2):
             assert same(calls(model), want)
+
+
+class Held(nn.Module):
+    """A model that holds the keys and values of what it has seen."""
+
+    def __init__(self, body, cache):
+        super().__init__()
+        self.decoder, self.cache = Decoder(body), cache()
+
+    def forward(self, x):
+        return self.decoder(x, self.cache)
+
+
+def in_a_dict(m, q, k, v, cache, mask):
+    if m.layer_idx in cache:
+        k, v = (torch.cat(pair, 2) for pair in zip(cache[m.layer_idx], (k, v), strict=True))
+    cache.update({m.layer_idx: (k, v)})
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+class OwnCache:
+    def __init__(self):
+        self.kept = {}
+
+    def update(self, k, v, number):
+        if number in self.kept:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.kept[number], (k, v), strict=True))
+        self.kept[number] = k, v
+        return k, v
+
+
+HELD = {
+    "dict": (in_a_dict, dict),
+    "of ones own": (attends, OwnCache),
+    "growing": (attends, DynamicCache),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+@torch.no_grad()
+def test_no_graph_of_a_model_that_holds_its_cache(kind):
+    """A capture runs a forward more than once."""
+    torch.manual_seed(0)
+    model = Held(*HELD[kind]).eval()
+    x = torch.randn(2, 8, 32)
+    twin = copy.deepcopy(model)
+    want = [twin(x[:, i : i + 1]) for i in range(8)]
+    with graphs_on_the_cpu(), kw.injected(model, recipes=False, graphs=True) as report:
+        for i, expected in enumerate(want):
+            assert torch.equal(model(x[:, i : i + 1]), expected), i
+    (graphs,) = report.graphs
+    assert graphs.captured == 0
+    assert any("such as a cache" in why for why in graphs.reasons)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..backends.torch_internals import pytree
 from .module_twin import CONTAINERS, HOOKS, OWN
 
+SETS = "sets what it is given"
 PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
@@ -39,7 +40,7 @@ class WatchedForward(nn.Module):
         result = self.module.forward(*args, **kwargs)
         after = pytree.tree_flatten((args, kwargs))
         if after[1] != structure or list(map(id, after[0])) != list(map(id, leaves)):
-            raise CannotRecord(f"the forward of {type(self.module).__name__} sets what it is given")
+            raise CannotRecord(f"the forward of {type(self.module).__name__} {SETS}")
         for leaf in pytree.tree_leaves(result):
             if not isinstance(leaf, PLAIN):
                 raise CannotRecord(f"it returns a {type(leaf).__name__}")

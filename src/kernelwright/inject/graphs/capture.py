@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ class _Running(threading.local):
     phase: int = 0
     relocations: int = 0
     left: tuple[int, str] = 0, ""
+    given: list[Any] | None = None  # objects that a block may write to
 
 
 _running = _Running()
@@ -78,6 +79,22 @@ def leave_for_next_call(what: str) -> None:
 def left_for_next_call() -> tuple[int, str]:
     """How often this thread has reported that, and what last."""
     return _running.left
+
+
+def given_state(values: Iterable[Any]) -> None:
+    """Report objects that a block of the running model is given, and may write to."""
+    if _running.given is not None:
+        _running.given += values
+
+
+@contextmanager
+def noting_given_state() -> Iterator[list[Any]]:
+    """What this thread reports so."""
+    before, _running.given = _running.given, []
+    try:
+        yield _running.given
+    finally:
+        _running.given = before
 
 
 def capturing() -> bool:

@@ -33,6 +33,7 @@ from .capture import (
     capturing,
     keep,
     left_for_next_call,
+    noting_given_state,
     relocations,
 )
 from .key import Call, check_surroundings, listed
@@ -46,6 +47,7 @@ FAILURES_REMEMBERED = 64
 # may be, and how many times as far a replay may be from it
 REPEATS, ROUNDING, AS_NEAR = 3, 2**-5, 4.0
 WRITES = "it writes to its buffers"
+HOLDS_STATE = "it holds an object that its blocks may write to, such as a cache"
 WEIGHTS_CHANGED = "weights were written to"
 GRADIENTS = "gradients are recorded"
 
@@ -105,7 +107,10 @@ class Graphs:
         before, left = relocations(), left_for_next_call()
         states = generator_states(args, kwargs)
         written = self._versions_of_buffers(model)
-        result = forward(model, *args, **kwargs)
+        with noting_given_state() as given:
+            result = forward(model, *args, **kwargs)
+        if given and _holds_any(model, given):
+            self._refuse(model, HOLDS_STATE)
         if relocations() != before:
             self._renew_assumptions(model)
         if generator_states(args, kwargs) != states:
@@ -257,6 +262,11 @@ class Graphs:
             if known is not None and not known.graphs:
                 known.assumptions = Assumptions(model)
 
+    def _refuse(self, model: nn.Module, why: str) -> None:
+        """Capture nothing of a model as long as it stays as it is."""
+        with capture_lock:
+            self._known(model).refused = why
+
     def _versions_of_buffers(self, model: nn.Module) -> list[int]:
         """Of a model that may be captured at its next call."""
         known = self._models.get(model)
@@ -393,6 +403,7 @@ class _Model:
         # those of PyTorch at every replay so far: None before the first, and once they have changed
         self.switches: tuple[Any, ...] | None = None
         self._switches_vary = False
+        self.refused: str | None = None  # why no call is captured
 
     def note_switches(self, now: tuple[Any, ...]) -> None:
         """A replay assumes the switches of the one before, and is dropped if they have changed:
@@ -402,12 +413,19 @@ class _Model:
         self.switches = None if self._switches_vary else now
 
     def check(self, model: nn.Module, call: Call) -> None:
-        if obstacle := self.assumptions.obstacle(model):
+        if obstacle := self.refused or self.assumptions.obstacle(model):
             raise Refusal(obstacle)
         if elsewhere := self.assumptions.devices - {call.device}:
             raise Refusal(f"weights on {listed(elsewhere)}")
         if autograd_records() and any(w.requires_grad for w in self.assumptions.weights()):
             raise Refusal(GRADIENTS)
+
+
+def _holds_any(model: nn.Module, values: list[Any]) -> bool:
+    """Whether a module of a model holds one of these objects: what is written to it in one call is
+    there in the next, and a capture runs the forward more than once."""
+    ids = set(map(id, values))
+    return any(id(held) in ids for m in model.modules() for held in vars(m).values())
 
 
 def _records_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -39,10 +39,13 @@ from ...fuser.rewriting import (
     take_gelu_into_products,
 )
 from ...fuser.running import Executable
+from ...fuser.watched_forward import SETS
 from ...ops.attention import attention, kernel_of
 from ...ops.attention.sdpa import ADDING
+from ..graphs.capture import given_state
 from ..identify.structure import layout, structure_of
 from ..runtime.cache_copies import CacheCopies, can_copy
+from ..runtime.input_key import CONTAINERS
 from ..runtime.sites import Declined, declined, eagerly, mode
 from ..state.switches import torch_attends
 from .bound import Bound, Owners
@@ -167,6 +170,8 @@ class Programs:
                 self._shared[key] = found
         self._last[type(module).__name__] = found
         if isinstance(found, str):
+            if found.endswith(SETS):
+                given_state(v for v in (*args, *kwargs.values()) if isinstance(v, CONTAINERS))
             return found, result if once else None
         calls = own_calls(module, found.recording)
         if calls is None:

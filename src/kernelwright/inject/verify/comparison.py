@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.torch_internals import any_autocast, pytree
-from ..graphs.capture import leave_for_next_call
+from ..graphs.capture import given_state, leave_for_next_call
 from ..runtime import comparisons, random_draws, work_ahead
 from ..runtime.cache_copies import CacheCopies, can_copy
 from ..runtime.informative import Uninformative, informative
-from ..runtime.input_key import has_state, held_by, in_words, versions
+from ..runtime.input_key import CONTAINERS, has_state, held_by, in_words, is_plain, versions
 from ..runtime.sites import (
     DIFFERS,
     NO_MEMORY,
@@ -79,6 +79,7 @@ class Comparison:
         self.exact = findings.numerics == "exact"
         self.inputs = in_words(self.args, self.kwargs)
         self.wanted = self.exact or findings.verify or type(self.module) not in findings.proven
+        given_state(v for v in (*self.args, *self.kwargs.values()) if not is_plain(v))
         run_once = self.record.run_once or has_state(self.args, self.kwargs)
         if self._is_recorded and not self.record.run_once:  # it runs again on copies of its caches
             copied = can_copy(self.module, self.args, self.kwargs)
@@ -129,6 +130,7 @@ class Comparison:
             or not equal(before, buffers[: len(before)])
         ):
             self.record.run_once = "it has state, or draws random numbers"
+            given_state(v for v in (*self.args, *self.kwargs.values()) if isinstance(v, CONTAINERS))
             return expected
         problem = None
         try:
