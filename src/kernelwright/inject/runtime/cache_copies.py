@@ -64,6 +64,12 @@ class CacheCopies:
         """What the caches that were given last hold, and what the real ones do."""
         return self._contents(self._given), self._contents(self._real)
 
+    def hold_one_token(self) -> bool:
+        """Whether the real caches hold no more: attention to one key has the same bits whatever is
+        done with its score."""
+        layers = [c.layers[i] for c in self._real for i in self._own if -1 < i < len(c.layers)]
+        return any(int(layer.get_seq_length()) <= 1 for layer in layers)
+
     def take_over(self) -> None:
         """Have the real caches hold what was written to those that were given last."""
         for real, given in zip(self._real, self._given, strict=True):
