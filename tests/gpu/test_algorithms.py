@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt
+from kernelwright.backends.cache import KernelCache
+from kernelwright.ops.linear import algorithms, choosing, configurations, cublaslt, kept_choices
 from kernelwright.ops.linear.algorithms import linear
 from kernelwright.ops.linear.plain import plain
 
@@ -68,6 +69,22 @@ def test_new_data_has_the_bits_of_linear(name, dtype):
         got, expected = linear(*given), F.linear(*given)
         assert torch.equal(got, expected)
         assert got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_an_earlier_process_chose_is_compared_and_taken(name, monkeypatch, tmp_path):
+    kept = KernelCache(tmp_path / "kept")
+    monkeypatch.setattr(kept_choices, "cache", lambda: kept)
+    linear(*operands(*SHAPES[name]))
+    first = chosen()
+    algorithms.forget()
+    monkeypatch.setattr(choosing, "_forgotten", False)  # as a process that begins
+    monkeypatch.setattr(choosing, "readings", None)  # nothing is timed again
+    given = operands(*SHAPES[name], seed=10)
+    for _ in range(2):
+        assert torch.equal(linear(*given), F.linear(*given))
+    assert bytes(chosen().way.found.algorithm) == bytes(first.way.found.algorithm)
+    assert chosen().us == first.us
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
