@@ -52,7 +52,7 @@ _recording = _Recording()
 
 
 def changes_size(name: str) -> bool:
-    """Whether the size of the argument of this name goes with that of a cache."""
+    """Whether an argument of this name grows with a cache: masks do."""
     return "mask" in name
 
 
@@ -101,7 +101,8 @@ class CachedCalls:
             return "it makes no use of what a cache returns"
         if any(map(self._is_sized, self.results)):
             return "it returns what is as long as its cache"
-        if any(map(_depends_on_values, graph.nodes)):  # it would turn out too late to run otherwise
+        if any(map(_depends_on_values, graph.nodes)):
+            # another shape is noticed after the cache was written to, too late for the own forward
             return "it has a cache, and a result whose shape depends on values"
         return None
 

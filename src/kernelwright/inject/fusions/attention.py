@@ -83,8 +83,8 @@ class AttentionFusions(QueryKeyFusions):
         return (in_16_bits() if y is None else y).transpose(1, 2)
 
     def _lengths(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Lengths | None:
-        """What a mask says, if that is only lengths or a window and attention need not have its
-        bits."""
+        """The lengths or the window that a mask says, or None: it says more, or `exact` needs the
+        bits of attention with the mask."""
         queries, keys = query.shape[2], key.shape[2]
         if self.exact or queries < all_scores.MIN_QUERIES or not torch_attends():
             return None
@@ -104,8 +104,9 @@ class AttentionFusions(QueryKeyFusions):
         """Attention over [batch, heads, tokens, dim] without its mask, as [batch, tokens, heads,
         dim]."""
 
-        def by(q: Tensor, k: Tensor, v: Tensor, mask: Part, dropout: float, *how: Any) -> Tensor:
-            causal, scale, *_ = how
+        def by(
+            q: Tensor, k: Tensor, v: Tensor, mask: Part, dropout: float, causal: bool, *_: Any
+        ) -> Tensor:
             return attention(q, k, v, mask, scale, causal)
 
         batch, heads, tokens, _ = query.shape

@@ -89,7 +89,7 @@ def given_state(values: Iterable[Any]) -> None:
 
 @contextmanager
 def noting_given_state() -> Iterator[list[Any]]:
-    """What this thread reports so."""
+    """Collect what this thread reports by `given_state`."""
     before, _running.given = _running.given, []
     try:
         yield _running.given

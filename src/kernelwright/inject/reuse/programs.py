@@ -45,7 +45,7 @@ from ...ops.attention.sdpa import ADDING
 from ..graphs.capture import given_state
 from ..identify.structure import layout, structure_of
 from ..runtime.cache_copies import CacheCopies, can_copy
-from ..runtime.input_key import CONTAINERS
+from ..runtime.input_key import CONTAINERS, WRITES_TO_INPUT
 from ..runtime.sites import Declined, declined, eagerly, mode
 from ..state.switches import torch_attends
 from .bound import Bound, Owners
@@ -67,7 +67,7 @@ from .recordable import (
 )
 from .recorded import BlockLine, Recorded
 
-OTHER_INDICES = "its modules count the layers of a cache otherwise than another block's"
+OTHER_INDICES = "its modules have several indices in a cache where those of another block have one"
 # recordings of one injection: a service that keeps getting new shapes must not grow without bound
 MAX_RECORDINGS = 512
 
@@ -153,7 +153,7 @@ class Programs:
         once = bool(opaque) or waits(module)
         why = why_not(module, opaque)
         if why is None and not can_copy(module, args, kwargs):
-            why = "an input that it may write to"
+            why = WRITES_TO_INPUT
         if why is None and any_autocast():
             why = "autocast"
         if why is not None:

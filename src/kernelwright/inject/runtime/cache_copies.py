@@ -113,7 +113,8 @@ def _copied(layer: Any, dtype: torch.dtype | None) -> Any:
         # an inference tensor could not be written to where a forward is recorded
         with torch.inference_mode(False), torch.no_grad():
             new = value.clone() if writes_in_place(layer) else value
-            setattr(made, name, new if dtype is None or not _is_float(new) else new.to(dtype))
+            widens = dtype is not None and new.is_floating_point()
+            setattr(made, name, new.to(dtype) if widens else new)
     if dtype is not None and hasattr(made, "dtype"):
         made.dtype = dtype
     return made
@@ -124,10 +125,6 @@ def _read_only(layer: Any) -> Any:
     made = copy.copy(layer)
     made.update = refuse_update
     return made
-
-
-def _is_float(t: Tensor) -> bool:
-    return t.is_floating_point()
 
 
 def _take_over(layer: Any, given: Any) -> None:

@@ -12,6 +12,7 @@ from ...fuser.watched_forward import PLAIN
 from ..state.hooks import COMMON
 
 CONTAINERS = (list, tuple, dict)
+WRITES_TO_INPUT = "an input that it may write to"
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -39,10 +39,9 @@ class _ModelState:
     serial: int = field(default_factory=_numbers.__next__)
     # by the id of a module inside it: whether that may run twice
     repeatable: dict[int, bool] = field(default_factory=dict)
-    # with what adapters read, for a model that is trained; its serial; the forward that looked last
-    whole: State | None = None
+    whole: State | None = None  # with what adapters read; made when the model is trained
     whole_serial: int = 0
-    looked: int = 0
+    looked: int = 0  # token of the forward in which `whole` was compared last
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model is still in this state."""

@@ -103,7 +103,8 @@ def _is_own_container(code: CodeType, steps: list[dis.Instruction], i: int) -> b
 
 def _is_of_cache(code: CodeType, steps: list[dis.Instruction], i: int) -> bool:
     """Whether instruction `i` loads `update` of a key-value cache that the function is given under
-    transformers' name. Whoever runs it twice gives it copies, or does not if it is another kind."""
+    transformers' name. A second run of a block gets a copy of such a cache; blocks that are given
+    any other object run once."""
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     variable = _variable_before(steps, i)
     return steps[i].argval == "update" and variable == CACHE_ARGUMENT and variable in arguments
