@@ -1,10 +1,11 @@
 """Parting a joint graph into a forward and a backward, with as little as possible kept between.
 
 What the backward reads of the forward is either kept or computed again. GEMMs, attention and sums
-are never computed again; elementwise ops and views may be, since they give the same bits. The
-choice with the fewest bytes is a minimum cut. Inputs cost nothing: they are held until the backward
-in any case. Keeping what autograd keeps is one of the choices, so beside the inputs never more is
-kept than that.
+are never computed again; elementwise ops and views may be, since they give the same bits. So may
+norms, which read their rows again: not for the sake of their statistics, which are small, but
+instead of keeping the rows that they make. The choice with the fewest bytes is a minimum cut.
+Inputs cost nothing: they are held until the backward in any case. Keeping what autograd keeps is
+one of the choices, so beside the inputs never more is kept than that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from ..backends.torch_internals import pytree
 from .building import REDUCTIONS
@@ -93,7 +94,9 @@ def _cut(
     flow = _Flow()
     for n in early:
         flow.edge((n, 0), (n, 1), 0 if n in given else _cost(n, kinds))
-        if not _cheap(n, kinds):
+        if n in kinds.norms:
+            flow.edge("source", (n, 0), _bytes(n.meta["val"][0]) // 2)
+        elif not _cheap(n, kinds):
             flow.edge("source", (n, 0), None)
         if n in needed:
             flow.edge((n, 1), "sink", None)
@@ -108,14 +111,17 @@ def _cheap(node: fx.Node, kinds: NodeKinds) -> bool:
     """Whether a node may be computed again."""
     if node in kinds.views or packet(node) in FILLED:
         return True
-    return node in kinds.computed and packet(node) not in REDUCTIONS and node not in kinds.norms
+    return node in kinds.computed and packet(node) not in REDUCTIONS
 
 
 def _cost(node: fx.Node, kinds: NodeKinds) -> int | None:
     """How many bytes a node takes, None if it cannot be kept by itself."""
     if node in kinds.views or not is_tensor(node):
         return None
-    value = node.meta["val"]
+    return _bytes(node.meta["val"])
+
+
+def _bytes(value: Tensor) -> int:
     return value.numel() * value.element_size()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...ops import library
 from ...ops.qk_norm_rope import QK_NORM_ROPE
 from ..graphs.capture import capturing, keep
+from ..graphs.host_reads import reading
 from ..runtime.sites import mode
 
 LIMIT = 8  # sizes whose tables are cached
@@ -29,11 +30,19 @@ Rotary = tuple[Tensor, Tensor]
 class _Entry:
     tables: Rotary
     versions: tuple[int, int]
-    narrow: Rotary | None
+    switches: list[Any]  # of PyTorch, as they were
+    looked: bool = False  # whether the columns were compared
+    _narrow: Rotary | None = None
 
     @property
     def untouched(self) -> bool:
         return self.versions == _versions(self.tables)
+
+    def narrow(self) -> Rotary | None:
+        """The narrow copy, made for the first kernel that asks: programs read the tables."""
+        if not self.looked and not (capturing() or reading()):  # values are read on the host
+            self._narrow, self.looked = _narrowed(self.tables), True
+        return self._narrow
 
 
 # every cached table by the id of its cos, which the entry keeps alive
@@ -56,15 +65,16 @@ class Tables:
             return make()  # inference tensors have no version counter
         if mode.cache_scope is None:
             return make()
-        key = numbers, mode.cache_scope
+        serial, (signature, *switches) = mode.cache_scope
+        key = numbers, serial, signature  # tables made under other switches give way to these
         with self._lock:
             entry = self._by_numbers.get(key)
-            if entry is not None and entry.untouched:
+            if entry is not None and entry.switches == switches and entry.untouched:
                 self._by_numbers.move_to_end(key)
                 return keep(entry.tables)
         tables = make()
         if not capturing() and not any(t.requires_grad or t.is_meta for t in tables):
-            entry = _Entry(tables, _versions(tables), _narrowed(tables))
+            entry = _Entry(tables, _versions(tables), switches)
             with self._lock:
                 self._by_numbers[key] = _kept[id(tables[0])] = entry
                 if len(self._by_numbers) > LIMIT:
@@ -81,7 +91,9 @@ def narrow(tables: Rotary | None) -> Rotary | None:
     entry = _kept.get(id(cos))
     if entry is None or entry.tables[0] is not cos or entry.tables[1] is not sin:
         return tables
-    return tables if entry.narrow is None or not entry.untouched else keep(entry.narrow)
+    if not entry.untouched or (found := entry.narrow()) is None:
+        return tables
+    return keep(found)
 
 
 def _versions(tables: Rotary) -> tuple[int, int]:
