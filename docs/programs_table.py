@@ -65,12 +65,13 @@ def recorded(name: str, model: Any, inputs: Any) -> Iterator[Row]:
         take_bias_out_of_products,
     )
     from kernelwright.inject.reuse.recordable import little_to_gain, unknown_constant
-    from kernelwright.inject.runtime.input_key import has_state
+    from kernelwright.inject.runtime.cache_copies import can_copy
+    from kernelwright.inject.runtime.input_key import WRITES_TO_INPUT
 
     for kind, calls in sorted(calls_in_a_row(model, inputs).items()):
         block, args, kwargs, _ = calls[0]
-        if has_state(args, kwargs):
-            yield Row(name, kind, why="an input that it may write to")
+        if not can_copy(block, args, kwargs):
+            yield Row(name, kind, why=WRITES_TO_INPUT)
             continue
         try:
             made = recording.record(block, args, kwargs)
@@ -109,18 +110,19 @@ def kernels_between(calls: Any, made: Any, plan: Any) -> int | None:
     after = recording.record(block, *given)
     if len(after.paths) != len(made.paths):  # it is given more than the first
         return None
-    results = pytree.tree_leaves(result)
-    known = {id(t): i for i, t in enumerate((*results, *made.given(args, kwargs)))}
+    known = {id(t): i for i, t in enumerate(pytree.tree_leaves(result))}
+    count = made.returns.num_leaves  # with what the block leaves for later ones
+    known |= {id(t): count + i for i, t in enumerate(made.given(args, kwargs))}
     sources = tuple(known.get(id(t)) for t in after.given(*given))
     found = planning.plan(after)
-    head = across_blocks.head_of(after, found, sources, len(results))
-    own = across_blocks.head_of(made, plan, sources, len(results))
+    head = across_blocks.head_of(after, found, sources, count)
+    own = across_blocks.head_of(made, plan, sources, count)
     if head is None or own is None:
         return None
     rest = across_blocks.rest_of(made, own)
     both = planning.plan(across_blocks.joined(rest, after, head, sources).recording)
-    count = sum(isinstance(step, Program) for step in both.steps)
-    return count if count < sum(isinstance(step, Program) for step in plan.steps) else None
+    kernels = sum(isinstance(step, Program) for step in both.steps)
+    return kernels if kernels < sum(isinstance(step, Program) for step in plan.steps) else None
 
 
 def record() -> list[Row]:

@@ -7,10 +7,11 @@ a later version takes away makes tests/test_internals.py fail.
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 # diffusers and accelerate replace the forward of an instance, keep the inner one, and leave these
 # attributes on the module
@@ -136,6 +137,18 @@ def is_kv_cache(value: Any) -> bool:
     """Whether this is a cache of keys and values of transformers."""
     kind = getattr(sys.modules.get(CACHES), "Cache", None)
     return kind is not None and isinstance(value, kind)
+
+
+def is_shared_states(value: Any) -> bool:
+    """Whether this is what some models of transformers pass all their layers, for the keys and
+    values that later layers attend to as well: under a word or number a tensor, or some."""
+    return type(value) is UserDict and all(map(_are_tensors, value.data.values()))
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        type(value) in (tuple, list) and all(isinstance(v, Tensor) for v in value)
+    )
 
 
 def plain_cache_layers(cache: Any) -> list[Any] | None:

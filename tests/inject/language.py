@@ -23,7 +23,8 @@ SIZES = {
 def model_of(family, dtype=torch.float32, **config):
     """A tiny model of a family of transformers, with random weights."""
     torch.manual_seed(0)
-    made = getattr(transformers, f"{family}Config")(**{**SIZES, **config})
+    named = next(n for n in (f"{family}TextConfig", f"{family}Config") if hasattr(transformers, n))
+    made = getattr(transformers, named)(**{**SIZES, **config})
     model = getattr(transformers, f"{family}ForCausalLM")(made).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:

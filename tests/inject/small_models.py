@@ -359,6 +359,7 @@ def transformers(layers):
 LANGUAGE = {
     **{"Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Gemma2": {"sliding_window": 4}},
     **{"Glm4": {}, "Granite": {}, "Mixtral": {"num_local_experts": 4}, "Olmo2": {}, "Phi3": {}},
+    "Gemma4": {"sliding_window": 4},
 }
 
 

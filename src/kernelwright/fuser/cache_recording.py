@@ -1,15 +1,20 @@
-"""What a forward that is recorded does with a key-value cache among its inputs.
+"""What a forward that is recorded does with a key-value cache among its inputs, or with states that
+layers share.
 
 Something else stands in the place of the cache, and of the attention functions that the forward
 asks transformers for: it runs their calls as ops of the graph. A forward that does anything else
 with the keys and values of a cache, or with a mask, whose sizes differ from call to call, cannot be
 recorded.
+
+Shared states are the keys and values that one layer leaves for later ones in a dictionary. What a
+forward reads there are inputs of the graph, and what it leaves there are results.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..library_internals import GET_ATTENTION, attention_interface, is_kv_cache
+from ..library_internals import (
+    GET_ATTENTION,
+    attention_interface,
+    is_kv_cache,
+    is_shared_states,
+)
 from .cached_attention import (
     CACHE_UPDATE,
     CACHED_ATTENTION,
@@ -28,7 +38,6 @@ from .cached_attention import (
     LAYER_INDEX,
     AttentionCall,
     CacheUpdate,
-    Path,
     Run,
     plainly,
     running_calls,
@@ -36,6 +45,8 @@ from .cached_attention import (
 from .recorded_ops import sdp_backends
 from .watched_forward import PLAIN, CannotRecord
 
+# of an argument: 0 and its number in args, or 1 and its name in kwargs
+Place = tuple[int, Any]
 OWN = "an attention function of your own"
 OUTSIDE = "it computes with the keys and values of its cache outside of attention"
 # what a forward may ask of tensors whose size differs from call to call
@@ -51,9 +62,9 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
-def changes_size(name: str) -> bool:
-    """Whether an argument of this name grows with a cache: masks do."""
-    return "mask" in name
+def changes_size(name: str, value: Any) -> bool:
+    """Whether an argument grows with a cache: masks do, and keys and values that layers share."""
+    return "mask" in name or is_shared_states(value)
 
 
 @dataclass(eq=False)
@@ -63,7 +74,11 @@ class CachedCalls:
     root: nn.Module  # the block itself
     twin: nn.Module  # what is recorded in its place
     backends: Sequence[int]  # of attention, outside of the forward
-    inputs: tuple[Any, Any] = ((), ())  # with something else in the place of each cache
+    # with something else in the place of each cache, and a dictionary in that of shared states
+    inputs: tuple[Any, Any] = ((), ())
+    has_cache: bool = False
+    shared: list[Place] = field(default_factory=list)  # where the shared states are
+    written: list[dict[Any, Any]] = field(default_factory=list)  # what the forward leaves there
     made: list[CacheUpdate | AttentionCall] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     # tensors whose size depends on how many tokens a cache holds
@@ -74,20 +89,38 @@ class CachedCalls:
     def of(
         root: nn.Module, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CachedCalls | None:
-        """None if there is no cache among these inputs of a block."""
-        if not any(map(is_kv_cache, (*args, *kwargs.values()))):
+        """None if there is nothing of this kind among these inputs of a block."""
+        values = (*args, *kwargs.values())
+        has_cache = any(map(is_kv_cache, values))
+        if not has_cache and not any(map(is_shared_states, values)):
             return None
-        calls = CachedCalls(root, twin, sdp_backends())
+        calls = CachedCalls(root, twin, sdp_backends(), has_cache=has_cache)
 
-        def instead(value: Any, path: Path) -> Any:
-            return _StandIn(value, path, calls) if is_kv_cache(value) else value
+        def instead(value: Any, place: Place) -> Any:
+            if is_shared_states(value):
+                calls.shared.append(place)
+                return dict(value)
+            if is_kv_cache(value):
+                return _StandIn(value, tuple(map(itemgetter, place)), calls)
+            return value
 
-        places = ((itemgetter(0), itemgetter(i)) for i in range(len(args)))
         calls.inputs = (
-            tuple(map(instead, args, places)),
-            {n: instead(v, (itemgetter(1), itemgetter(n))) for n, v in kwargs.items()},
+            tuple(instead(v, (0, i)) for i, v in enumerate(args)),
+            {n: instead(v, (1, n)) for n, v in kwargs.items()},
         )
         return calls
+
+    def given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs of the forward, with these tensors in them."""
+        given, self.written = (list(args), dict(kwargs)), []
+        grown = [v for n, v in kwargs.items() if changes_size(n, v)]
+        for root, key in self.shared:
+            grown.append(given[root][key])
+            self.written.append({})
+            given[root][key] = _SharedStandIn(grown[-1], self.written[-1])
+        if self.has_cache:
+            self.sized += [t for t in _leaves(grown) if isinstance(t, Tensor)]
+        return tuple(given[0]), given[1]
 
     def add(self, call: CacheUpdate | AttentionCall, run: Run) -> int:
         self.made.append(call)
@@ -119,6 +152,8 @@ class CachedCalls:
             return NotImplemented
         if not any(map(self._is_sized, _leaves((args, kwargs)))):
             return NotImplemented
+        if function is Tensor.to and not kwargs and args[1:] == (args[0].device,):
+            return args[0]
         if function is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         name = getattr(function, "__name__", "")
@@ -254,6 +289,46 @@ class _StandIn:
         made = CACHE_UPDATE([key, value], number)
         calls.sized += made
         return tuple(made)
+
+
+class UntouchedStates:
+    """In the place of shared states where a forward must not use them."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return UserDict
+
+    def _refused(self, *args: Any) -> Any:
+        raise CannotRecord("it reads or writes what layers share")
+
+    __getattr__ = __setattr__ = __delattr__ = _refused
+    __contains__ = __getitem__ = __setitem__ = __delitem__ = _refused
+    __iter__ = __len__ = __or__ = __ior__ = _refused
+
+
+class _SharedStandIn(UntouchedStates):
+    """In the place of shared states while a forward is recorded, which may read and write items."""
+
+    __slots__ = ("_held", "_written")
+    _held: dict[Any, Any]
+    _written: dict[Any, Any]
+
+    def __init__(self, held: dict[Any, Any], written: dict[Any, Any]) -> None:
+        object.__setattr__(self, "_held", held)
+        object.__setattr__(self, "_written", written)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._written or key in self._held
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._written[key] if key in self._written else self._held[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, int | str) or not is_shared_states(UserDict({key: value})):
+            raise CannotRecord("it shares more than tensors with other layers")
+        self._written[key] = value
 
 
 _one_at_a_time = threading.RLock()

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..backends.torch_internals import any_autocast, pytree
 from ..ops import library
 from ..ops.row.default_eps import default_eps
-from .cache_recording import CachedCalls, changes_size, recorded_calls_of_caches
+from .cache_recording import CachedCalls, Place, recorded_calls_of_caches
 from .cached_attention import AttentionCall, CacheUpdate
 from .module_twin import twin_of
 from .parallel_attention import ParallelCall, recorded_calls
@@ -171,6 +171,8 @@ class Recording:
     handed: int = 0  # how many of the inputs, the last ones, the block before has made for this one
     # what it calls of caches, by number
     cached: Sequence[CacheUpdate | AttentionCall] = ()
+    # where it is given states that layers share: what it leaves there comes after its result
+    shared: Sequence[Place] = ()
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         named = weights_of(module)
@@ -184,6 +186,15 @@ class Recording:
             self.result = tuple
         else:
             self.result = partial(pytree.tree_unflatten, treespec=self.returns)
+
+    def finish(self, results: list[Any], args: Any, kwargs: Any) -> Any:
+        """The result of a call, from what the graph returns."""
+        if not self.shared:
+            return self.result(results)
+        result, written = self.result(results)
+        for (root, key), found in zip(self.shared, written, strict=True):
+            (args, kwargs)[root][key].update(found)
+        return result
 
     def given(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors of a call, without flattening it: every block is called so."""
@@ -212,6 +223,7 @@ def record(
     twin = twin_of(module, opaque)
     cached = CachedCalls.of(module, twin, args, kwargs)
     inputs = (args, kwargs) if cached is None else cached.inputs
+    calls = cached if cached is not None and cached.has_cache else None
     leaves, structure = pytree.tree_flatten(inputs)
     positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     weights: dict[str, Tensor] = {}
@@ -226,13 +238,15 @@ def record(
             given[place] = tensor
         a, k = pytree.tree_unflatten(given, structure)
         if cached is not None:
-            cached.sized += [v for n, v in k.items() if changes_size(n) and isinstance(v, Tensor)]
-        with _Whole(cached):
+            a, k = cached.given(a, k)
+        with _Whole(calls):
             result = torch.func.functional_call(WatchedForward(twin), named, a, k)
+        if cached is not None:
+            cached.results = pytree.tree_leaves(result)
+            if cached.shared:
+                result = result, cached.written
         outputs, spec = pytree.tree_flatten(result)
         returned[:] = [spec]
-        if cached is not None:
-            cached.results = outputs
         return outputs
 
     functional = torch.func.functionalize(run, remove="mutations")
@@ -245,7 +259,7 @@ def record(
         raise CannotRecord("autocast")
     _stand_in(twin, opaque)
     weights.update(weights_of(twin))
-    with opaque_layers(opaque), recorded_calls() as parallel, recorded_calls_of_caches(cached):
+    with opaque_layers(opaque), recorded_calls() as parallel, recorded_calls_of_caches(calls):
         _outside.backends = sdp_backends()
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for t in tensors:
@@ -283,6 +297,7 @@ def record(
     return Recording(
         *(graph, tuple(weights), paths_of(inputs), returned[0], constants, results, parallel),
         cached=() if cached is None else cached.made,
+        shared=() if cached is None else cached.shared,
     )
 
 

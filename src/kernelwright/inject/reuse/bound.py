@@ -180,7 +180,7 @@ class Bound:
                     results = self._outputs(module, weights, given)
         except OtherShape:
             return "a result whose shape depends on values has another one"
-        return recording.result(results)
+        return recording.finish(results, args, kwargs)
 
     def _outputs(self, module: nn.Module, weights: list[Tensor], given: list[Tensor]) -> list[Any]:
         ran = work_ahead.last_run()

@@ -227,7 +227,7 @@ class Programs:
                 made = recording.record(module, args, kwargs, opaque)
         except CannotRecord as no:
             return str(no), None
-        result, made.results = made.result(made.results), []
+        result, made.results = made.finish(made.results, args, kwargs), []
         if why := unknown_constant(module, made):
             return why, result
         merge_heads_where_they_lie(made.graph, self._attends_alike)

@@ -12,7 +12,13 @@ from ...backends.torch_internals import pytree
 from ...fuser.cache_recording import changes_size
 from ...fuser.joint_recording import Joint
 from ...fuser.recording import Recording
-from ...library_internals import CACHE_ARGUMENT, exchanges_tensors, is_kv_cache, peft_layers
+from ...library_internals import (
+    CACHE_ARGUMENT,
+    exchanges_tensors,
+    is_kv_cache,
+    is_shared_states,
+    peft_layers,
+)
 from ..runtime.forwards import hooked
 from ..runtime.input_key import held_by
 from ..state.hooks import effect_of, effect_of_class
@@ -25,10 +31,11 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a recording depends on: how inputs lie in memory, which are one object, and the value of
     all others."""
     ids = tuple(map(id, (*args, *kwargs.values())))
-    if is_kv_cache(kwargs.get(CACHE_ARGUMENT)):  # a mask is then as long as the cache
-        named = [(k, _key_of_mask(v) if changes_size(k) else _key_of(v)) for k, v in kwargs.items()]
-    else:
-        named = [(k, _key_of(v)) for k, v in kwargs.items()]
+    grows = is_kv_cache(kwargs.get(CACHE_ARGUMENT))
+    named = [
+        (k, _key_of_any_size(v) if grows and changes_size(k, v) else _key_of(v))
+        for k, v in kwargs.items()
+    ]
     return tuple(map(_key_of, args)), tuple(named), tuple(map(ids.index, ids))
 
 
@@ -38,7 +45,11 @@ def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple([v.shape if isinstance(v, Tensor) else _key_of(v) for v in leaves])
 
 
-def _key_of_mask(value: Any) -> Any:
+def _key_of_any_size(value: Any) -> Any:
+    if is_shared_states(value):
+        return type(value), tuple([(k, _key_of_any_size(v)) for k, v in value.items()])
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple([_key_of_any_size(v) for v in value])
     if not isinstance(value, Tensor):
         return _key_of(value)
     return type(value), value.ndim, value.dtype, value.device
@@ -58,6 +69,8 @@ def _key_of(value: Any) -> Any:
         return float, repr(value)  # 0.0 == -0.0, but they may give other results
     if isinstance(value, (bool, int, str)):
         return type(value), value
+    if is_shared_states(value):
+        return type(value), _key_of(value.data)
     return type(value)
 
 

@@ -1,4 +1,5 @@
-"""Copies of the key-value caches that a block is given, so that it may run a second time.
+"""Copies of what a block is given and writes to, so that it may run a second time: key-value
+caches, and what layers hand each other keys and values in.
 
 A block writes to one layer of a cache. To compare two forwards, or to record one, the other run
 gets a copy of that layer as it was before.
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ...fuser.cached_attention import LAYER_INDEX
 from ...library_internals import (
     is_kv_cache,
+    is_shared_states,
     plain_cache_layers,
     refuse_update,
     writes_in_place,
@@ -23,56 +25,61 @@ from .input_key import is_plain
 
 
 def can_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all inputs that a block may write to are caches of which its layers can be copied."""
-    others = [v for v in (*args, *kwargs.values()) if not is_plain(v)]
+    """Whether all inputs that a block may write to can be copied: caches of which it has layers,
+    and states that layers share."""
+    others = [v for v in (*args, *kwargs.values()) if not (is_plain(v) or is_shared_states(v))]
     if any(plain_cache_layers(v) is None for v in others):
         return False
     return not others or bool(_places(module))
 
 
 class CacheCopies:
-    """The caches among the inputs of a block as they are now."""
+    """The caches and shared states among the inputs of a block as they are now."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
         self._own = _places(module)
-        self._real = [v for v in (*args, *kwargs.values()) if is_kv_cache(v)]
+        self._real = [v for v in (*args, *kwargs.values()) if _is_copied(v)]
         self._kept = [self._copied(cache) for cache in self._real]
         self._given: list[Any] = []
 
     @staticmethod
     def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheCopies | None:
-        """None if there is no cache among the inputs."""
-        if not any(map(is_kv_cache, (*args, *kwargs.values()))):
+        """None if there are none among the inputs."""
+        if not any(map(_is_copied, (*args, *kwargs.values()))):
             return None
         return CacheCopies(module, args, kwargs)
 
     def given(self) -> tuple[Any, Any]:
-        """The inputs with caches that nobody has written to since."""
+        """The inputs with copies that nobody has written to since."""
         return self.instead_in(self._args, self._kwargs)
 
     def instead_in(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None = None
     ) -> tuple[Any, Any]:
-        """Other inputs with such caches in the place of the real ones, in a dtype."""
+        """Other inputs with such copies in the place of the real ones, in a dtype."""
         self._given = [self._copied(cache, dtype) for cache in self._kept]
         instead = {id(v): c for v, c in zip(self._real, self._given, strict=True)}
         found = tuple([instead.get(id(v), v) for v in args])
         return found, {name: instead.get(id(v), v) for name, v in kwargs.items()}
 
     def written(self) -> tuple[list[Any], list[Any]]:
-        """What the caches that were given last hold, and what the real ones do."""
+        """What the copies that were given last hold, and what the real ones do."""
         return self._contents(self._given), self._contents(self._real)
 
     def hold_one_token(self) -> bool:
         """Whether the real caches hold no more: attention to one key has the same bits whatever is
         done with its score."""
-        layers = [c.layers[i] for c in self._real for i in self._own if -1 < i < len(c.layers)]
+        caches = filter(is_kv_cache, self._real)
+        layers = [c.layers[i] for c in caches for i in self._own if -1 < i < len(c.layers)]
         return any(int(layer.get_seq_length()) <= 1 for layer in layers)
 
     def take_over(self) -> None:
-        """Have the real caches hold what was written to those that were given last."""
+        """Have the real ones hold what was written to the copies that were given last."""
         for real, given in zip(self._real, self._given, strict=True):
+            if is_shared_states(real):
+                real.update(given)
+                continue
             count = len(real.layers)
             for i in self._own & set(range(count)):
                 _take_over(real.layers[i], given.layers[i])
@@ -80,6 +87,10 @@ class CacheCopies:
 
     def _copied(self, cache: Any, dtype: torch.dtype | None = None) -> Any:
         made = copy.copy(cache)
+        if is_shared_states(cache):  # nobody writes to the tensors in it
+            if dtype is not None:
+                made.update({k: _widened(v, dtype) for k, v in cache.items()})
+            return made
         made.layers = [
             _copied(layer, dtype) if i in self._own else _read_only(layer)
             for i, layer in enumerate(cache.layers)
@@ -87,12 +98,27 @@ class CacheCopies:
         return made
 
     def _contents(self, caches: list[Any]) -> list[Any]:
-        return [
-            sorted((name, v) for name, v in vars(cache.layers[i]).items() if name in CONTENTS)
-            for cache in caches
-            for i in sorted(self._own)
-            if i < len(cache.layers)
-        ]
+        found: list[Any] = []
+        for cache in caches:
+            if is_shared_states(cache):
+                found.append(dict(cache))
+                continue
+            found += [
+                sorted((name, v) for name, v in vars(cache.layers[i]).items() if name in CONTENTS)
+                for i in sorted(self._own)
+                if i < len(cache.layers)
+            ]
+        return found
+
+
+def _is_copied(value: Any) -> bool:
+    return is_kv_cache(value) or is_shared_states(value)
+
+
+def _widened(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)([_widened(v, dtype) for v in value])
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _places(module: nn.Module) -> set[int]:

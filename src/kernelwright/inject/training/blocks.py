@@ -47,7 +47,13 @@ from ..identify.structure import structure_of
 from ..reuse.programs import MAX_RECORDINGS, places_of
 from ..reuse.recordable import little_to_gain, shapes, signature, unknown_constant, waits, why_not
 from ..runtime import model_run
-from ..runtime.input_key import WRITES_TO_INPUT, has_state, number_of, on_meta
+from ..runtime.input_key import (
+    WRITES_TO_INPUT,
+    has_state,
+    number_of,
+    on_meta,
+    shares_states,
+)
 from ..runtime.sites import Forward, eagerly
 from ..state.module_state import State
 from ..state.switches import switches
@@ -233,7 +239,7 @@ class Training:
     def _bind(self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen) -> BoundBlock | str:
         """Programs that were compared for this block, or why it has none."""
         why = why_not(module, ())
-        if why is None and has_state(args, kwargs):
+        if why is None and has_state(args, kwargs) and not shares_states(args, kwargs):
             cached = any(map(is_kv_cache, (*args, *kwargs.values())))
             why = CACHED if cached else WRITES_TO_INPUT
             if cached and not self.warned:
