@@ -54,6 +54,7 @@ BILLIONS = {
     "mochi": 10,
     "kandinsky5-lite": 2,
     "gemma-3-12b": 12,
+    "gemma-4-31b": 30.7,
     "phi-4": 14.7,
     "phi-3-mini": 3.8,
     "glm-4-9b": 9.4,

@@ -62,7 +62,7 @@ FEW_LAYERS = (
     *("flux2-dev", "ltx-2", "hunyuan-video-1.5", "cogvideox-5b", "qwen-image", "wan-2.2-14b"),
     *("gemma-3-12b", "sana-1.6b", "kandinsky5-lite", "mochi", "flux2-klein-9b", "chroma"),
     *("hunyuan-video", "z-image", "lumina2", "wan-2.2-5b", "auraflow", "flux2-klein-4b"),
-    *("glm-4-9b", "phi-3-mini", "phi-4", "ltx-2.3"),
+    *("glm-4-9b", "phi-3-mini", "phi-4", "ltx-2.3", "gemma-4-31b"),
 )
 WHOLE = {
     "ltx-video": ("ltx-video",),

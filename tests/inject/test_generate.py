@@ -14,7 +14,10 @@ from kernelwright import models
 from .tape import graphs_on_the_cpu
 
 transformers = pytest.importorskip("transformers")
-NAMES = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gemma-3-12b", "phi-3-mini", "phi-4", "glm-4-9b")
+NAMES = (
+    *("llama-3-8b", "mistral-7b", "qwen3-8b", "gemma-3-12b", "gemma-4-31b", "phi-3-mini"),
+    *("phi-4", "glm-4-9b"),
+)
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 STEPS = 12
 

@@ -43,7 +43,10 @@ CONFIGS: Mapping[str, tuple[str, str, bool]] = {
         for graphs in ("", "+graphs")
     },
 }
-PRESETS = ("llama-3-8b", "mistral-7b", "qwen3-8b", "gemma-3-12b", "phi-4", "phi-3-mini", "glm-4-9b")
+PRESETS = (
+    *("llama-3-8b", "mistral-7b", "qwen3-8b", "gemma-3-12b", "gemma-4-31b", "phi-4"),
+    *("phi-3-mini", "glm-4-9b"),
+)
 
 
 class Generation:

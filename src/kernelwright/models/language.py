@@ -229,6 +229,52 @@ GEMMA_3_12B = Preset(
     shallow=_whole_periods,
 )
 
+# these numbers give the 30.7 billion parameters that Google names
+GEMMA_4_31B = Preset(
+    name="gemma-4-31b",
+    title="Gemma 4 31B",
+    library="transformers",
+    class_name="Gemma4ForCausalLM",
+    config={
+        "vocab_size": 262144,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 1024,
+        "layer_types": GEMMA_PERIOD * 10,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    tiny_config={
+        **TINY,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 64,
+        "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+    },
+    sizes=SIZES,
+    tiny_sizes=TINY_SIZES,
+    make_inputs=_first_of_an_answer,
+    what="4096 tokens, five of six layers with a window of 1024",
+    depth=("num_hidden_layers", "layer_types"),
+    shallow=_whole_periods,
+)
+
 # a head is as wide as the model over its heads
 PHI_TINY = {name: value for name, value in TINY.items() if name != "head_dim"} | {"pad_token_id": 0}
 
@@ -342,6 +388,7 @@ PRESETS = (
     QWEN3_8B,
     FALCON_7B,
     GEMMA_3_12B,
+    GEMMA_4_31B,
     PHI_4,
     PHI_3_MINI,
     GLM_4_9B,
