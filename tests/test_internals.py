@@ -421,20 +421,34 @@ def test_caches_that_can_be_copied():
     transformers = pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(num_hidden_layers=6, hidden_size=8)
     fixed = transformers.StaticCache(config=config, max_cache_len=4)
-    kinds = {type(layer).__name__ for layer in libraries.plain_cache_layers(fixed)}
+    every = range(6)
+    kinds = {type(layer).__name__ for layer in libraries.plain_cache_layers(fixed, every)}
     assert kinds == {"StaticLayer", "StaticSlidingWindowLayer"}
     assert all(map(libraries.writes_in_place, fixed.layers))
     growing = transformers.DynamicCache(config=config)
-    kinds = {type(layer).__name__ for layer in libraries.plain_cache_layers(growing)}
+    kinds = {type(layer).__name__ for layer in libraries.plain_cache_layers(growing, every)}
     assert kinds == {"DynamicLayer", "DynamicSlidingWindowLayer"}
     assert not any(map(libraries.writes_in_place, growing.layers))
-    assert libraries.plain_cache_layers(transformers.DynamicCache()) == []  # adds them later
+    assert libraries.plain_cache_layers(transformers.DynamicCache(), {3}) == []  # adds it later
     growing.layers[0].update = print
+    assert libraries.plain_cache_layers(growing, {1}) == [growing.layers[1]]
     other = transformers.EncoderDecoderCache(transformers.DynamicCache(), growing)
     moved = transformers.DynamicCache(config=config)
     moved.offloading = True
     for cache in (growing, other, moved, {}):
-        assert libraries.plain_cache_layers(cache) is None
+        assert libraries.plain_cache_layers(cache, every) is None
+
+
+def test_layers_with_states_of_other_kinds_are_no_plain_layers_of_a_cache():
+    transformers = pytest.importorskip("transformers")
+    kinds = ["linear_attention", "full_attention"]
+    config = transformers.Qwen3NextConfig(num_hidden_layers=2, layer_types=kinds)
+    cache = transformers.DynamicCache(config=config)
+    assert libraries.plain_cache_layers(cache, {0}) is None
+    assert libraries.plain_cache_layers(cache, {1}) == [cache.layers[1]]
+    for name in ("update_conv_state", "update_recurrent_state"):
+        assert hasattr(cache.layers[0], name)
+        assert name in libraries.CACHE_UPDATES
 
 
 def test_layers_ask_for_their_attention_function():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -151,9 +151,10 @@ def _are_tensors(value: Any) -> bool:
     )
 
 
-def plain_cache_layers(cache: Any) -> list[Any] | None:
-    """The layers of a cache whose `update` does nothing but keep keys and values on their device,
-    or None if it is another kind. Its layers may be fewer than a model has: it adds them then."""
+def plain_cache_layers(cache: Any, own: Collection[int]) -> list[Any] | None:
+    """The layers of a cache at these places, whose `update` does nothing but keep keys and values
+    on their device, or None if one is of another kind. There may be fewer than places: a cache
+    adds layers."""
     module = sys.modules.get(CACHES)
     if module is None or type(cache) not in (module.DynamicCache, module.StaticCache):
         return None
@@ -163,23 +164,28 @@ def plain_cache_layers(cache: Any) -> list[Any] | None:
         *(module.DynamicLayer, module.DynamicSlidingWindowLayer),
         *(module.StaticLayer, module.StaticSlidingWindowLayer),
     )
-    layers = cache.layers
-    own = all(vars(layer).get("update", refuse_update) is refuse_update for layer in layers)
-    if not own or not all(type(layer) in kinds for layer in layers):
+    count = len(cache.layers)
+    layers = [cache.layers[i] for i in own if 0 <= i < count]
+    if not all(type(layer) in kinds and "update" not in vars(layer) for layer in layers):
         return None
-    added = cache.layer_class_to_replicate
+    added = cache.layer_class_to_replicate if len(layers) < len(own) else None
     if added is not None and added not in kinds:
         return None
     # somebody may have put other functions into the classes
     found = [type(cache).update]
-    for kind in {added, *map(type, layers)} - {None}:
+    used: set[Any] = {added, *map(type, layers)} - {None}
+    for kind in used:
         found += [kind.update, kind.lazy_initialization]
-    own = all(getattr(f, "__globals__", None) is vars(module) for f in found)
-    return layers if own else None
+    own_code = all(getattr(f, "__globals__", None) is vars(module) for f in found)
+    return layers if own_code else None
+
+
+# methods by which layers of a cache are written to: keys and values, and states of other kinds
+CACHE_UPDATES = ("update", "update_conv_state", "update_recurrent_state", "update_indexer")
 
 
 def refuse_update(*args: Any, **kwargs: Any) -> Any:
-    """In the place of `update` of the layers of a cache that a block must not write to."""
+    """In the place of CACHE_UPDATES of the layers of a cache that a block must not write to."""
     raise RuntimeError("it writes to another layer of its cache than its own")
 
 

@@ -17,9 +17,11 @@ from inject.small_models import LANGUAGE
 from kernelwright import models
 from kernelwright.fuser import cached_attention
 from kernelwright.inject.runtime import comparisons, model_run
+from kernelwright.inject.runtime.input_key import WRITES_TO_INPUT
 
 transformers = pytest.importorskip("transformers")
 PLAIN = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "disable_compile": True}
+WITH_LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 STATIC = {"cache_implementation": "static"}
 # what generate is asked for: (how, the first words of the first sequence that are padding)
 WAYS = {
@@ -46,13 +48,14 @@ def generated(model, padding=0, **how):
     words = drawn()
     mask = torch.ones_like(words)
     mask[0, :padding] = 0
-    how = {**PLAIN, **how, "return_dict_in_generate": True, "output_logits": True}
+    how = {**PLAIN, **how, **WITH_LOGITS}
     found = model.generate(input_ids=words, attention_mask=mask, **how)
     return found.sequences, found.logits, contents(found.past_key_values)
 
 
-def contents(cache):
-    return [(layer.keys, layer.values) for layer in cache.layers]
+def contents(cache, places=None):
+    layers = cache.layers if places is None else [cache.layers[i] for i in places]
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 FAMILIES = [*LANGUAGE, "Gemma3"]
@@ -72,6 +75,34 @@ def test_tokens_logits_and_caches_are_those_of_eager(family, way):
     assert line.kernels, line
     assert CALLS.items() <= line.left.items()
     assert same(generated(model, padding, **how), want)
+
+
+@pytest.mark.parametrize("way", ["growing", "growing and padded"])
+def test_layers_beside_those_with_linear_attention(way):
+    kinds = ["linear_attention", "full_attention"] * 2
+    sizes = {
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    }
+    model = model_of("Qwen3Next", num_hidden_layers=4, layer_types=kinds, **sizes)
+    how, padding = WAYS[way]
+
+    def found():
+        answer = model.generate(
+            input_ids=drawn(), attention_mask=mask, **PLAIN, **how, **WITH_LOGITS
+        )
+        return answer.sequences, answer.logits, contents(answer.past_key_values, {1, 3})
+
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :padding] = 0
+    want = found()
+    with kw.injected(model) as report:
+        for _ in range(2):
+            assert same(found(), want)
+    assert not report.problems
+    recorded, other = sorted(report.blocks, key=lambda line: not line.kernels)
+    assert CALLS.items() <= recorded.left.items()
+    assert other.why == (WRITES_TO_INPUT,)
 
 
 class Counted:

@@ -87,7 +87,9 @@ class Programs:
     _lengths: PerForwardCache = field(default_factory=PerForwardCache)  # that masks say
     _numbers: PerForwardCache = field(default_factory=PerForwardCache)  # that masks add
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
-    _last: dict[str, Recorded | str] = field(default_factory=dict)  # by class
+    _last: dict[str, Recorded] = field(default_factory=dict)  # by class
+    # why blocks have no recording at their last inputs
+    _refused: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -96,11 +98,10 @@ class Programs:
         self._products = ProgramProducts(self.exact, self.fp8_layers, self.same_bits)
 
     def described(self) -> list[BlockLine]:
-        """What became of each class of blocks, as last recorded."""
-        return [
-            BlockLine(kind, 0, 0, {}, (found,)) if isinstance(found, str) else found.described()
-            for kind, found in self._last.items()
-        ]
+        """What became of each class of blocks: as last recorded, and why some of them are not."""
+        lines = [found.described() for found in self._last.values()]
+        refused = ((type(module).__name__, why) for module, why in self._refused.items())
+        return lines + [BlockLine(kind, 0, 0, {}, (why,)) for kind, why in dict.fromkeys(refused)]
 
     def recorded(self, module: nn.Module, args: Any, kwargs: Any) -> Recorded | str:
         """The forward of a module as programs, or why it cannot be."""
@@ -157,7 +158,7 @@ class Programs:
         if why is None and any_autocast():
             why = "autocast"
         if why is not None:
-            self._last.setdefault(type(module).__name__, why)
+            self._refused[module] = why
             return why, None
         key = structure_of(module, opaque), signed, torch.is_inference_mode_enabled()
         result = None
@@ -168,14 +169,17 @@ class Programs:
                 if len(self._shared) >= MAX_RECORDINGS:
                     self._shared.clear()
                 self._shared[key] = found
-        self._last[type(module).__name__] = found
         if isinstance(found, str):
+            self._refused[module] = found
             if found.endswith(SETS):
                 given_state(v for v in (*args, *kwargs.values()) if isinstance(v, CONTAINERS))
             return found, result if once else None
+        self._last[type(module).__name__] = found
         calls = own_calls(module, found.recording)
         if calls is None:
+            self._refused[module] = OTHER_INDICES
             return OTHER_INDICES, None
+        self._refused.pop(module, None)
         places = places_of(module, found.recording.weights)
         weights = [holder[name] for holder, name in places]
         layouts, check = list(map(layout, weights)), layout_check(weights)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...fuser.cached_attention import LAYER_INDEX
 from ...library_internals import (
+    CACHE_UPDATES,
     is_kv_cache,
     is_shared_states,
     plain_cache_layers,
@@ -28,9 +29,10 @@ def can_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Whether all inputs that a block may write to can be copied: caches of which it has layers,
     and states that layers share."""
     others = [v for v in (*args, *kwargs.values()) if not (is_plain(v) or is_shared_states(v))]
-    if any(plain_cache_layers(v) is None for v in others):
-        return False
-    return not others or bool(_places(module))
+    if not others:
+        return True
+    own = _places(module)
+    return bool(own) and all(plain_cache_layers(v, own) is not None for v in others)
 
 
 class CacheCopies:
@@ -149,7 +151,8 @@ def _copied(layer: Any, dtype: torch.dtype | None) -> Any:
 def _read_only(layer: Any) -> Any:
     """A layer that belongs to another block."""
     made = copy.copy(layer)
-    made.update = refuse_update
+    for name in CACHE_UPDATES:
+        setattr(made, name, refuse_update)
     return made
 
 
