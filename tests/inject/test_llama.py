@@ -12,6 +12,8 @@ import kernelwright as kw
 from inject.harness import check_exact, check_fused, fused_sites, programs_of, run, same
 from inject.language import LAYERS, model_of, words
 from kernelwright import models
+from kernelwright.fuser import recording
+from kernelwright.fuser.recording import CannotRecord
 from kernelwright.inject.fusions import attention
 from kernelwright.inject.identify.source import fingerprint
 from kernelwright.inject.recipes._any_block import BLOCK
@@ -79,12 +81,17 @@ KIN = [
     ("Arcee", {}, {k: n for k, n in WHOLE.items() if k != "SwiGLU"}),
     ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 32}, WHOLE),
     ("Qwen3Moe", EXPERTS, {**ROWS, "QK-norm + RoPE": LAYERS}),
-    ("Glm", {}, ROWS),
-    ("Starcoder2", {}, ROWS),
-    ("SmolLM3", {}, {**ROWS, "SwiGLU": LAYERS}),
-    ("Ernie4_5", {}, {**ROWS, "SwiGLU": LAYERS}),
+]
+# the recipe knows their layers, but not their attention; no norm follows the addition of another
+# module
+APART = {"norm": LAYERS + 1, "residual + norm": LAYERS}
+PARTLY = [
+    ("Glm", {}, APART),
+    ("Starcoder2", {}, APART),
+    ("SmolLM3", {}, {**APART, "SwiGLU": LAYERS}),
+    ("Ernie4_5", {}, {**APART, "SwiGLU": LAYERS}),
     # two norms of MLA in each layer, a dense layer and the shared experts of the other
-    ("DeepseekV3", DEEPSEEK, {"norm": 5, "residual + norm": 4, "SwiGLU": 2}),
+    ("DeepseekV3", DEEPSEEK, {**APART, "norm": 3 * LAYERS + 1, "SwiGLU": 2}),
 ]
 DISTANT = [
     # their layers add differently, their norms and attention are the same
@@ -102,6 +109,21 @@ DISTANT = [
 def test_kin_are_known_by_their_code(family, config, sites):
     report = check_exact(model_of(family, torch.bfloat16, **config), words())
     assert fused_sites(report) == sites
+
+
+@pytest.mark.parametrize(("family", "config", "sites"), PARTLY, ids=[k[0] for k in PARTLY])
+def test_layers_with_attention_of_other_code_run_as_programs(family, config, sites, monkeypatch):
+    """The recipe serves calls that cannot be recorded."""
+    model, layer = model_of(family, torch.bfloat16, **config), f"{family}DecoderLayer"
+    programs, others = programs_of(check_exact(model, words()))
+    assert set(programs) == {layer}
+    assert others == {"norm": 1}
+
+    def refused(*args, **kwargs):
+        raise CannotRecord("not today")
+
+    monkeypatch.setattr(recording, "record", refused)
+    assert fused_sites(check_exact(model, words())) == sites
 
 
 @pytest.mark.parametrize(("family", "config", "sites"), DISTANT, ids=[k[0] for k in DISTANT])

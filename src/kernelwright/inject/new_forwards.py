@@ -53,7 +53,8 @@ def module_forward(
         if result is not NotImplemented:
             return result
         work_ahead.forget()  # its verdict does not say what was done ahead for it
-        return fused(self, *args, **kwargs)
+        with work_ahead.alone():  # nor does that of the next one
+            return fused(self, *args, **kwargs)
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -164,7 +164,8 @@ class _Plan:
                 if module not in inside:  # the programs of a block have all of its parts
                     self._note(name, module, None, why)
                 continue
-            if patch is BLOCK:
+            by_programs = patch is BLOCK or self._leaves_parts(name, module, patch)
+            if by_programs:
                 parts = [m for m in module.modules() if m is not module]
                 inside.update(parts)
                 covered |= dict.fromkeys(parts, type(module).__name__)
@@ -173,6 +174,8 @@ class _Plan:
                     covered[inner] = type(module).__name__
             # programs run a whole block, so none where the user wants a part of it left alone
             programs_for = None if self._skips_inside(name, module) else patch.programs_for
+            if by_programs and patch is not BLOCK:
+                programs_for = _all_calls
             key = id(patch), type(module), programs_for
             if key not in made:
                 made[key] = module_forward(
@@ -181,7 +184,14 @@ class _Plan:
             self.checker.names[module] = self.part.path(name)
             work_ahead.allow(module)
             self.injection.add(module, made[key])
-            self._note(name, module, f"in {covered[module]}" if module in covered else patch.does)
+            does = BLOCK.does if by_programs else patch.does
+            self._note(name, module, f"in {covered[module]}" if module in covered else does)
+
+    def _leaves_parts(self, name: str, module: nn.Module, patch: Patch) -> bool:
+        """Whether a block runs as programs although there is a recipe for a part of it."""
+        if module not in self.blocks or not patch.leaves_parts(module):
+            return False
+        return not self._skips_inside(name, module)
 
     def _match(self, module: nn.Module) -> tuple[bool, Patch | None, str | None]:
         """Whether the report lists a module, its patch, and why it has none."""
@@ -285,6 +295,10 @@ class _Plan:
             Line, self.part.name, with_wildcards(name), full_name(type(module)), _weight(module)
         )
         self.lines[line(does, self.options.numerics, why)] += 1
+
+
+def _all_calls(args: Any, kwargs: Any) -> bool:
+    return True
 
 
 def _chain(module: nn.Module) -> Chain | None:

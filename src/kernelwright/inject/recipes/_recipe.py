@@ -33,7 +33,9 @@ class Patch:
 
     `not_exact` is why `exact` leaves these modules alone, or None. `signature` returns the key of a
     call's inputs under which verdicts are kept, where the usual one says too little. `programs_for`
-    is given the arguments of a call and returns whether the fuser's programs are faster for it.
+    is given the arguments of a call and returns whether the fuser's programs are faster for it;
+    `leaves_parts` is given a block and returns whether programs are faster for all calls, because
+    the forward leaves much of the block as it is. It then serves calls that cannot be recorded.
     With `same_strides` results must have the strides of eager's: what the model does with them is
     not known.
     """
@@ -48,6 +50,7 @@ class Patch:
     not_exact: str | None = None
     signature: Callable[[Any, Any], Any] | None = None
     programs_for: Callable[[Any, Any], bool] | None = None
+    leaves_parts: Callable[[nn.Module], bool] = lambda block: False
     same_strides: bool = False
 
     def matches(self, module: nn.Module) -> bool | str:

@@ -84,6 +84,10 @@ def is_layer(module: nn.Module) -> bool | str:
     return True if isinstance(found, Norm) else f"no kernel for its norm: {found}"
 
 
+def leaves_attention(layer: Any) -> bool:
+    return is_attention(layer.self_attn) is not True
+
+
 def layer_chain(model: nn.Module) -> Chain | None:
     """The layers of a model in order, then its final norm."""
     layers = model._modules.get("layers")
@@ -208,6 +212,7 @@ RECIPE = Recipe(
             layer,
             "residual + norm, also across layers",
             covers=("input_layernorm", "post_attention_layernorm"),
+            leaves_parts=leaves_attention,
         ),
         Patch(
             is_attention,

@@ -88,8 +88,9 @@ class Programs:
     _numbers: PerForwardCache = field(default_factory=PerForwardCache)  # that masks add
     _shared: dict[Any, Recorded | str] = field(default_factory=dict)
     _last: dict[str, Recorded] = field(default_factory=dict)  # by class
-    # why blocks have no recording at their last inputs
-    _refused: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
+    # by the id of a block that has no recording at its last inputs: its class, and why. A report
+    # says so after the block is gone, too
+    _refused: dict[int, tuple[str, str]] = field(default_factory=dict)
     _bound: WeakKeyDictionary[nn.Module, dict[Any, Bound | str]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -100,8 +101,8 @@ class Programs:
     def described(self) -> list[BlockLine]:
         """What became of each class of blocks: as last recorded, and why some of them are not."""
         lines = [found.described() for found in self._last.values()]
-        refused = ((type(module).__name__, why) for module, why in self._refused.items())
-        return lines + [BlockLine(kind, 0, 0, {}, (why,)) for kind, why in dict.fromkeys(refused)]
+        refused = dict.fromkeys(self._refused.values())
+        return lines + [BlockLine(kind, 0, 0, {}, (why,)) for kind, why in refused]
 
     def recorded(self, module: nn.Module, args: Any, kwargs: Any) -> Recorded | str:
         """The forward of a module as programs, or why it cannot be."""
@@ -158,7 +159,7 @@ class Programs:
         if why is None and any_autocast():
             why = "autocast"
         if why is not None:
-            self._refused[module] = why
+            self._refused[id(module)] = type(module).__name__, why
             return why, None
         key = structure_of(module, opaque), signed, torch.is_inference_mode_enabled()
         result = None
@@ -170,16 +171,16 @@ class Programs:
                     self._shared.clear()
                 self._shared[key] = found
         if isinstance(found, str):
-            self._refused[module] = found
+            self._refused[id(module)] = type(module).__name__, found
             if found.endswith(SETS):
                 given_state(v for v in (*args, *kwargs.values()) if isinstance(v, CONTAINERS))
             return found, result if once else None
         self._last[type(module).__name__] = found
         calls = own_calls(module, found.recording)
         if calls is None:
-            self._refused[module] = OTHER_INDICES
+            self._refused[id(module)] = type(module).__name__, OTHER_INDICES
             return OTHER_INDICES, None
-        self._refused.pop(module, None)
+        self._refused.pop(id(module), None)
         places = places_of(module, found.recording.weights)
         weights = [holder[name] for holder, name in places]
         layouts, check = list(map(layout, weights)), layout_check(weights)

@@ -36,7 +36,7 @@ class BlockLine:
 
     def __str__(self) -> str:
         if not self.kernels:
-            return f"{self.kind}: runs as it did: {'; '.join(self.why)}"
+            return f"{self.kind}: not recorded: {'; '.join(self.why)}"
         left = ", ".join(f"{n} {op}" for op, n in self.left.items())
         why = f" ({'; '.join(self.why)})" if self.why else ""
         kernels = f"{self.ops} ops in {self.kernels} kernels"

@@ -84,6 +84,16 @@ def following(module: nn.Module) -> nn.Module | None:
     return after if after is not None and is_allowed(module, after) else None
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Do no work ahead for the block after the one that runs now: nobody would take it."""
+    before, _run.following = _run.following, None
+    try:
+        yield
+    finally:
+        _run.following = before
+
+
 def is_allowed(module: nn.Module, after: nn.Module) -> bool:
     """Whether one block of the running model may work ahead for another."""
     if _run.following is None or torch.is_grad_enabled():
