@@ -152,14 +152,61 @@ def test_a_kernel_computes_what_the_interpreter_does(case, tmp_path):
         assert (got[name] != t).float().mean() < 0.02
 
 
-def stored(function, inputs, folder, stores=()):
-    """What the one program of a function stores, without rounding between its steps. Another plan
-    of the same function `stores` the results of these nodes."""
+SPECIAL = torch.tensor([0.0, -0.0, 1.5, -1.5, 3.25, -7.5, 1e30, -1e30, 2e-40])
+SPECIAL = torch.cat([SPECIAL, torch.tensor([float("nan"), float("inf"), -float("inf")])])
+OF_SPECIAL = {
+    "clamp from below": lambda x, y: x.clamp(min=-1.25) + y * 0,
+    "clamp from above": lambda x, y: x.clamp(max=2.5) + y * 0,
+    "clamp": lambda x, y: torch.clamp(x, -1.25, 2.5) + y * 0,
+    "clamp_min": lambda x, y: torch.clamp_min(x, 0.5) + y * 0,
+    "clamp_max": lambda x, y: torch.clamp_max(x, 0.5) + y * 0,
+    "leaky_relu": lambda x, y: F.leaky_relu(x, 0.2) + y * 0,
+    "leaky_relu, its slope": lambda x, y: F.leaky_relu(x) + y * 0,
+    "relu": lambda x, y: F.relu(x) + y * 0,
+    "maximum": lambda x, y: torch.maximum(x, y),
+    "minimum": lambda x, y: torch.minimum(x, y),
+    "reciprocal": lambda x, y: x.pow(-1) + y * 0,
+    "root": lambda x, y: x.pow(0.5) + y * 0,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OF_SPECIAL)
+def test_zeros_infinities_and_what_is_no_number(name, dtype, tmp_path):
+    pairs = torch.cartesian_prod(SPECIAL, SPECIAL).to(dtype)
+    x, y = (pairs[:, i].reshape(12, 12).contiguous() for i in (0, 1))
+    (got,) = stored(OF_SPECIAL[name], (x, y), tmp_path, exact=True)
+    want = OF_SPECIAL[name](x, y)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_a_power_that_is_a_function_on_a_gpu(tmp_path):
+    x = drawn(4, 512).abs() + 1
+    (by_power,) = stored(lambda x: x.pow(-0.5) * 2, (x,), tmp_path, exact=True)
+    (by_name,) = stored(lambda x: x.rsqrt() * 2, (x,), tmp_path, exact=True)
+    assert torch.equal(by_power, by_name)
+
+
+def test_a_copy_that_repeats_what_it_reads_is_no_transpose(tmp_path):
+    """As HiDream's blocks, which give each patch the text of its picture."""
+    x = drawn(1, 40, 48)
+
+    def repeated(x):
+        return x.expand(3, 40, 48).transpose(1, 2).contiguous()
+
+    (got,) = stored(repeated, (x,), tmp_path, exact=True)
+    assert torch.equal(got, repeated(x))
+
+
+def stored(function, inputs, folder, stores=(), exact=False):
+    """What the one program of a function stores, without rounding between its steps unless it is
+    `exact`. Another plan of the same function `stores` the results of these nodes."""
     recorded = recording.record(Small(function), tuple(inputs), {})
     for node in recorded.graph.nodes:
         if node.name in stores:
             node.meta[ROUNDED] = True
-    kernels = launching.Kernels(exact=False)
+    kernels = launching.Kernels(exact=exact)
     plan = planning.plan(recorded, kernels.why_not)
     names = [n.name for n in plan.graph.nodes if n.op == "placeholder"]
     tensors = {**plan.constants, **dict(zip(names, inputs, strict=True))}

@@ -4,6 +4,7 @@ between steps."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch
@@ -75,14 +76,39 @@ def _member(name: str) -> Callable[..., str]:
     return lambda a: f"{a}.{name}"
 
 
+def _larger(a: str, b: str) -> str:
+    return f"({a} != {a} ? {a} : {b} != {b} ? {b} : fmaxf({a}, {b}))"  # NaN stays NaN
+
+
+def _smaller(a: str, b: str) -> str:
+    return f"({a} != {a} ? {a} : {b} != {b} ? {b} : fminf({a}, {b}))"
+
+
+def _clamp(e: Step) -> Callable[[list[str]], str]:
+    """Between numbers, first not below the lower one; NaN stays NaN."""
+    given = {**dict(zip(("min", "max"), e.args[1:], strict=False)), **dict(e.kwargs)}
+    if e.op is aten.clamp_max.default:
+        given = {"max": e.args[1]}
+    limits = [given.get("min"), given.get("max")]
+    if not all(v is None or (isinstance(v, int | float) and isfinite(v)) for v in limits):
+        raise Unsupported(f"{e.op} between other than finite numbers")
+
+    def make(a: list[str]) -> str:
+        text = a[0]
+        for function, limit in zip(("fmaxf", "fminf"), limits, strict=True):
+            if limit is not None:
+                text = f"{function}({text}, {number(limit)})"
+        return f"({a[0]} != {a[0]} ? {a[0]} : {text})"
+
+    return make
+
+
 def _power(a: str, exponent: Any) -> str:
     value = float(exponent.rstrip("f"))
     if value == 1:
         return a
     if value == 2:
         return f"__fmul_rn({a}, {a})"
-    if value == 0.5:
-        return f"__fsqrt_rn({a})"
     raise Unsupported(f"a power of {value}")
 
 
@@ -106,6 +132,7 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.silu: lambda a: f"logistic<false>({a}, {a})",
     aten.silu_backward: lambda a, b: f"silu_backward({a}, {b})",
     aten.relu: lambda a: f"({a} <= 0.f ? 0.f : {a})",
+    aten.leaky_relu: lambda a, slope="0.01f": f"({a} > 0.f ? {a} : __fmul_rn({a}, {slope}))",
     aten.abs: lambda a: f"fabsf({a})",
     aten.where: lambda c, a, b: f"({c} != 0.f ? {a} : {b})",
     aten.eq: _compared("=="),
@@ -128,8 +155,8 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.addcmul: lambda a, b, c, **_: f"__fmaf_rn({b}, {c}, {a})",
     aten.full: lambda a: a,
     rounded_step: lambda a: a,  # its result is rounded
-    aten.maximum: _binary("fmaxf"),
-    aten.minimum: _binary("fminf"),
+    aten.maximum: _larger,
+    aten.minimum: _smaller,
 }
 # with the same bits where the operand has 16
 STEPS_OF_16_BITS: dict[Any, Callable[..., str]] = {
@@ -182,6 +209,9 @@ EXACT = frozenset(
     getattr(aten, name)
     for name in ("neg", "abs", "relu", "clone", "_to_copy", "where", "maximum", "minimum")
 )
+# powers for which PyTorch calls another function on a GPU
+POWERS = {0.5: aten.sqrt, -0.5: aten.rsqrt, -1.0: aten.reciprocal}
+CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 # steps on pairs of 16-bit numbers
 PAIRS: dict[Any, Callable[..., str]] = {
     aten.add: lambda t, a, b: f"add_pairs<{t}>({a}, {b})",
@@ -257,6 +287,10 @@ def form_of_table(e: Any) -> str | None:
 def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
     """What makes one lane of a step, not rounded yet."""
     packet = getattr(e.op, "overloadpacket", e.op)
+    if packet is aten.pow and types[1] is None and e.args[1] in POWERS:
+        function = Step(POWERS[e.args[1]].default, e.args[:1], e.kwargs, e.dtype)
+        called = step_maker(function, types[:1], exact)
+        return lambda a: called(a[:1])
     kwargs = dict(e.kwargs)
     if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
         raise Unsupported("complex numbers")
@@ -279,6 +313,8 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
         raise Unsupported(f"{e.op} with a factor")
     if kwargs.pop("rounding_mode", None) is not None:
         raise Unsupported(f"{e.op} with a rounding of its own")
+    if e.op in CLAMPS:
+        return _clamp(e)
     if packet is aten.gelu:
         name = _gelu(e, exact)
         return lambda a: f"{name}::of({a[0]})"

@@ -91,7 +91,9 @@ def kernel(program: Program, tensors: Mapping[str, Tensor]) -> Kernel | None:
     source, target = dict(read.terms), dict(written.terms)
     near = [n for n in extents if source.get(n) == 1]
     far = [n for n in extents if target.get(n) == 1]
-    if not near or not far or near == far or set(source) != set(extents) != set(target):
+    if not near or not far or near == far:
+        return None
+    if not set(source) == set(extents) == set(target):  # some element is read or written repeatedly
         return None
     i, j = near[0], far[0]
     batch = [n for n in extents if n not in (i, j)]
