@@ -67,6 +67,12 @@ UNARY = {
     "square": torch.square,
     "power of two": lambda x: x.pow(2),
     "power of a half": lambda x: x.pow(0.5),
+    "power of minus a half": lambda x: x.pow(-0.5),
+    "power of minus one": lambda x: x.pow(-1),
+    "not below": lambda x: x.clamp(min=-1.3),
+    "not above": lambda x: torch.clamp_max(x, 0.7),
+    "between": lambda x: x.clamp(-1.3, 0.7),
+    "leaky relu": lambda x: F.leaky_relu(x, 0.2),
     "plus one": lambda x: 1 + x,
     "scaled": lambda x: x * 0.1,
     "divided": lambda x: x / 3.0,
@@ -116,6 +122,7 @@ BINARY = {
 def test_ops_of_two_operands(name, dtype):
     a = torch.randn(512, 256, device="cuda").to(dtype)
     b = torch.randn(512, 256, device="cuda").to(dtype)
+    a[::7, ::5], b[::3, ::4] = float("nan"), float("nan")
     got, _ = launched(Small(BINARY[name]), a, b)
     assert same(got, BINARY[name](a, b))
 

@@ -145,7 +145,9 @@ def test_an_offloaded_pipeline_runs_without_graphs(pipe, first):
 
 
 @pytest.mark.compatibility("generate with a static cache")
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b", "gemma-3-12b", "phi-4", "glm-4-9b"])
+@pytest.mark.parametrize(
+    "name", ["llama-3-8b", "qwen3-8b", "gemma-3-12b", "gemma-4-31b", "phi-4", "glm-4-9b"]
+)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_steps_of_generate_are_replays(name, batch):
     """With a static cache, as people write it: `generate` would compile the model otherwise."""
