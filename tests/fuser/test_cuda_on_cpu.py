@@ -188,6 +188,13 @@ def test_a_power_that_is_a_function_on_a_gpu(tmp_path):
     assert torch.equal(by_power, by_name)
 
 
+@pytest.mark.parametrize("exponent", [-2, -1.5, 4])
+def test_powers_of_float32(exponent, tmp_path):
+    x = drawn(4, 512, dtype=torch.float32).abs() + 0.1
+    (got,) = stored(lambda x: x.pow(exponent) * 2, (x,), tmp_path, exact=True)
+    torch.testing.assert_close(got, x.pow(exponent) * 2, rtol=2**-21, atol=0)
+
+
 def test_a_copy_that_repeats_what_it_reads_is_no_transpose(tmp_path):
     """As HiDream's blocks, which give each patch the text of its picture."""
     x = drawn(1, 40, 48)

@@ -97,6 +97,13 @@ def test_ops_in_float32(name):
     assert same(got, UNARY[name](x * 4))
 
 
+@pytest.mark.parametrize("exponent", [-2, -1.5, 1.7, 4])
+def test_a_power_of_float32(exponent):
+    x = torch.randn(1 << 14, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    got, _ = launched(Small(lambda x: x.abs().pow(exponent)), x)
+    assert same(got, x.abs().pow(exponent))
+
+
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("number", [3, 7.0, 127, 192, 0.1, -49.0, 1e-30, 3e38, 0])
 def test_a_division_by_a_number(number, dtype):

@@ -7,6 +7,7 @@ import programs_table
 import pytest
 import torch
 import torch.nn.functional as F
+from everything import share
 from fuser.blocks import Block, drawn
 from torch import nn
 
@@ -17,6 +18,10 @@ from inject.small_models import LANGUAGE, LEFT_OUT, build, classes
 from inject.stand_in import CpuGraphs
 from inject.test_falcon import SEVEN, falcon
 from kernelwright import models
+from kernelwright.fuser import planning, recording
+from kernelwright.fuser.block_calls import block_calls
+from kernelwright.fuser.index import CannotIndex
+from kernelwright.fuser.launching import Kernels
 from kernelwright.inject.graphs import graphs as graphs_module
 
 # blocks that stay eager, and why
@@ -54,6 +59,28 @@ def test_a_transformer_of_diffusers(name):
     stay = {why for why in fates if not why.startswith("little to gain")}
     assert stay == ({STAY[name]} if name in STAY else set())
     assert bool(programs_of(report)[0]) == (name not in STAY and name not in RECIPES)
+
+
+def without_code(model, inputs):
+    """The steps of a model's blocks that a GPU has no code for. Here they run without it."""
+    found = set()
+    for block, args, kwargs in block_calls(model, inputs).values():
+        try:
+            plan = planning.plan(recording.record(block, args, kwargs), Kernels().why_not)
+        except (recording.CannotRecord, CannotIndex):
+            continue
+        found |= {why for why in plan.refused if "no code" in why or "a power" in why}
+    return found
+
+
+@pytest.mark.parametrize("name", share([n for n in classes() if n not in LEFT_OUT], 3))
+def test_a_transformer_has_code_for_a_gpu(name):
+    assert not without_code(*build(name, layers=1))
+
+
+@pytest.mark.parametrize("family", LANGUAGE)
+def test_a_language_model_has_code_for_a_gpu(family):
+    assert not without_code(model_of(family, torch.bfloat16, **LANGUAGE[family]), words())
 
 
 def test_nearly_all_transformers_are_tested():

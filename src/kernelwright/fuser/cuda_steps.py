@@ -327,6 +327,10 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
         return lambda a: f"__fmul_rn({rounded(square(a[0]), e.dtype)}, {a[0]})"
     if packet is aten.pow and e.args[1] == 2 and not exact:
         return lambda a: f"({a[0]} * {a[0]})"
+    if packet is aten.pow and types == [torch.float32, None] and e.args[1] not in (1, 2):
+        if e.args[1] == -2:
+            return lambda a: f"__fdiv_rn(1.f, __fmul_rn({a[0]}, {a[0]}))"
+        return lambda a: f"powf({a[0]}, {a[1]})"
     make = None
     if exact and types[0] in HALVES:
         make = STEPS_OF_16_BITS.get(packet)
