@@ -45,6 +45,14 @@ def test_every_configuration_has_a_row_with_a_time_or_a_reason(tmp_path):
     assert "Training" in page.read_text()
 
 
+def test_a_model_whose_preset_wants_the_last_logits_alone_is_trained_on_all():
+    small = ("gemma-3-12b", "--tokens", "8", *TINY, "--steps", "1", "--no-error", "--json")
+    result = invoke(*small, "--config", "eager")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    assert row["gradients_equal"] == row["gradients"] > 20
+
+
 def test_lora_trains_adapters_alone_with_checkpointing_and_a_chosen_attention():
     options = ("--lora", "4", "--checkpointing", "--attention", "math", "--no-error", "--json")
     result = invoke(*LTX, *options, "--config", "eager,fused")

@@ -106,6 +106,7 @@ class Setup:
 def batch_loss(inputs: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Tensor]:
     if "input_ids" in inputs:
         given = {**inputs, "labels": inputs["input_ids"], "use_cache": False}
+        given.pop("logits_to_keep", None)  # the loss is that of all tokens
         return lambda run: run(**given).loss
     target: list[Tensor] = []
 
