@@ -308,6 +308,9 @@ class UntouchedStates:
     __iter__ = __len__ = __or__ = __ior__ = _refused
 
 
+UNTOUCHED = UntouchedStates()
+
+
 class _SharedStandIn(UntouchedStates):
     """In the place of shared states while a forward is recorded, which may read and write items."""
 

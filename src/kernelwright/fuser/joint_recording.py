@@ -17,9 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..backends.torch_internals import functional, pytree
-from ..library_internals import is_shared_states
 from ..ops import library
-from .cache_recording import UntouchedStates
 from .recording import COLLECTIVES, CannotRecord, weights_of
 from .tracing import Traced, trace
 from .views import aten, packet
@@ -55,8 +53,7 @@ class Joint:
 
 @dataclass
 class Call:
-    """How a module was called, without its tensors: its forward can be called again with others. It
-    must be a function of these alone, and so read and write nothing that layers share."""
+    """How a module was called, without its tensors: its forward can be called again with others."""
 
     leaves: list[Any]
     structure: Any
@@ -73,7 +70,6 @@ class Call:
         tensors = [*weights.values(), *(leaves[i] for i in positions)]
         for i in positions:
             leaves[i] = None
-        leaves = [UntouchedStates() if is_shared_states(x) else x for x in leaves]
         wanted = [t.requires_grad for t in tensors]
         return Call(leaves, structure, positions, list(weights), wanted), tensors
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ...backends.torch_internals import pytree
 from ...fuser.watched_forward import PLAIN
-from ...library_internals import is_shared_states
 from ..state.hooks import COMMON
 
 CONTAINERS = (list, tuple, dict)
@@ -44,12 +43,6 @@ def number_of(key: Any) -> int:
 def has_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an input is an object that a forward may write to, such as a key-value cache."""
     return not all(map(is_plain, (*args, *kwargs.values())))
-
-
-def shares_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether states that layers share are all that a forward may write to."""
-    others = [v for v in (*args, *kwargs.values()) if not is_plain(v)]
-    return bool(others) and all(map(is_shared_states, others))
 
 
 def is_plain(value: Any) -> bool:

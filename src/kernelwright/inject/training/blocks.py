@@ -36,24 +36,19 @@ from ...backends.torch_internals import (
 )
 from ...backends.user_warnings import warn
 from ...errors import in_one_line
+from ...fuser.cache_recording import UNTOUCHED
 from ...fuser.index import CannotIndex
 from ...fuser.joint_recording import Call, record_joint
 from ...fuser.module_twin import twin_of
 from ...fuser.recording import CannotRecord, paths_of
-from ...library_internals import is_kv_cache
+from ...library_internals import is_kv_cache, is_shared_states
 from ..graphs.capture import capturing
 from ..graphs.host_reads import reading
 from ..identify.structure import structure_of
 from ..reuse.programs import MAX_RECORDINGS, places_of
 from ..reuse.recordable import little_to_gain, shapes, signature, unknown_constant, waits, why_not
 from ..runtime import model_run
-from ..runtime.input_key import (
-    WRITES_TO_INPUT,
-    has_state,
-    number_of,
-    on_meta,
-    shares_states,
-)
+from ..runtime.input_key import WRITES_TO_INPUT, is_plain, number_of, on_meta
 from ..runtime.sites import Forward, eagerly
 from ..state.module_state import State
 from ..state.switches import switches
@@ -147,7 +142,7 @@ class Training:
 
     def __call__(self, module: nn.Module, eager: Forward, args: Any, kwargs: Any) -> Any:
         """The result of a call of which autograd keeps a record."""
-        found = self._programs(module, args, kwargs)
+        found = self._programs(module, *_without_shared_states(args, kwargs))
         if isinstance(found, BoundBlock):
             return found(args, kwargs)
         if self.graphs is not None and found not in (NO_BACKWARD, NOT_LOOKED_AT):
@@ -239,7 +234,7 @@ class Training:
     def _bind(self, module: nn.Module, args: Any, kwargs: Any, seen: _Seen) -> BoundBlock | str:
         """Programs that were compared for this block, or why it has none."""
         why = why_not(module, ())
-        if why is None and has_state(args, kwargs) and not shares_states(args, kwargs):
+        if why is None and _may_write(args, kwargs):
             cached = any(map(is_kv_cache, (*args, *kwargs.values())))
             why = CACHED if cached else WRITES_TO_INPUT
             if cached and not self.warned:
@@ -336,3 +331,17 @@ def _is_inference(value: Any) -> bool:
 
 def _as_it_is(t: Tensor) -> Tensor:
     return t
+
+
+def _without_shared_states(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Inputs with nothing in the place of states that layers share: programs do not touch them. In
+    gradient checkpointing a layer finds other states when it runs again than it did at first."""
+    if not any(map(is_shared_states, (*args, *kwargs.values()))):
+        return args, kwargs
+    instead = [UNTOUCHED if is_shared_states(v) else v for v in args]
+    named = {name: UNTOUCHED if is_shared_states(v) else v for name, v in kwargs.items()}
+    return tuple(instead), named
+
+
+def _may_write(args: Any, kwargs: Any) -> bool:
+    return not all(is_plain(v) or v is UNTOUCHED for v in (*args, *kwargs.values()))
