@@ -88,7 +88,7 @@ def _clamp(e: Step) -> Callable[[list[str]], str]:
     """Between numbers, first not below the lower one; NaN stays NaN."""
     given = {**dict(zip(("min", "max"), e.args[1:], strict=False)), **dict(e.kwargs)}
     if e.op is aten.clamp_max.default:
-        given = {"max": e.args[1]}
+        given = {"max": given.get("max", given.get("min"))}
     limits = [given.get("min"), given.get("max")]
     if not all(v is None or (isinstance(v, int | float) and isfinite(v)) for v in limits):
         raise Unsupported(f"{e.op} between other than finite numbers")

@@ -94,7 +94,7 @@ def _cut(
     flow = _Flow()
     for n in early:
         flow.edge((n, 0), (n, 1), 0 if n in given else _cost(n, kinds))
-        if n in kinds.norms:
+        if n in kinds.norms:  # more than its statistics take, and less than its rows
             flow.edge("source", (n, 0), _bytes(n.meta["val"][0]) // 2)
         elif not _cheap(n, kinds):
             flow.edge("source", (n, 0), None)

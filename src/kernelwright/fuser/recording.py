@@ -223,6 +223,7 @@ def record(
     twin = twin_of(module, opaque)
     cached = CachedCalls.of(module, twin, args, kwargs)
     inputs = (args, kwargs) if cached is None else cached.inputs
+    # attention is called anew where a cache decides how long its keys are
     calls = cached if cached is not None and cached.has_cache else None
     leaves, structure = pytree.tree_flatten(inputs)
     positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
