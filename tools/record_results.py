@@ -32,7 +32,7 @@ TOOLS = Path(__file__).parent
 PEERS = "eager,compile,compile+graphs"
 TIERS = f"{PEERS},exact+graphs,fused+graphs,fp8+graphs"
 # of models that are also in another folder: beside `--out`, where a row stands once
-APART = ("fp8", "fp8-memory", "programs")
+APART = ("fp8", "fp8-memory", "programs", "generation-programs")
 SHARED = ("--device", "cuda")  # a command that is given none looks for a GPU that is idle
 # a measurement is stopped after so many times its expected seconds; more if it waits for others
 LATE, LATE_IN_TURNS = 3.0, 6.0
