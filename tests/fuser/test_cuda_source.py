@@ -101,6 +101,8 @@ def test_the_arguments_of_a_launch():
         (lambda x: x.long() + 1, "whole numbers"),
         (lambda x: x.clamp(max=float("inf")), "between other than finite numbers"),
         (lambda x: x.pow(1.7), "a power of 1.7"),
+        (lambda x: x.pow(x + 1), "an exponent that is no number"),
+        (lambda x: 2 ** (x + 1), "an exponent that is no number"),
         (lambda x: F.layer_norm(x, (32,), None, x[0]), "a bias and no weight"),
     ],
 )

@@ -103,15 +103,6 @@ def _clamp(e: Step) -> Callable[[list[str]], str]:
     return make
 
 
-def _power(a: str, exponent: Any) -> str:
-    value = float(exponent.rstrip("f"))
-    if value == 1:
-        return a
-    if value == 2:
-        return f"__fmul_rn({a}, {a})"
-    raise Unsupported(f"a power of {value}")
-
-
 STEPS: dict[Any, Callable[..., str]] = {
     aten.add: _binary("__fadd_rn"),
     aten.sub: _binary("__fsub_rn"),
@@ -119,7 +110,6 @@ STEPS: dict[Any, Callable[..., str]] = {
     aten.div: _binary("__fdiv_rn"),
     aten.rsub: lambda a, b, **_: f"__fsub_rn({b}, {a})",
     aten.neg: lambda a: f"(-{a})",
-    aten.pow: _power,
     aten.square: lambda a: f"__fmul_rn({a}, {a})",
     aten.rsqrt: lambda a: f"rsqrtf({a})",
     aten.sqrt: lambda a: f"__fsqrt_rn({a})",
@@ -287,10 +277,6 @@ def form_of_table(e: Any) -> str | None:
 def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
     """What makes one lane of a step, not rounded yet."""
     packet = getattr(e.op, "overloadpacket", e.op)
-    if packet is aten.pow and types[1] is None and e.args[1] in POWERS:
-        function = Step(POWERS[e.args[1]].default, e.args[:1], e.kwargs, e.dtype)
-        called = step_maker(function, types[:1], exact)
-        return lambda a: called(a[:1])
     kwargs = dict(e.kwargs)
     if e.dtype.is_complex or any(t is not None and t.is_complex for t in types):
         raise Unsupported("complex numbers")
@@ -321,16 +307,8 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if packet is aten.gelu_backward:
         name = _gelu_backward(e, exact)
         return lambda a: f"{name}({a[0]}, {a[1]})"
-    if packet is aten.pow and e.args[1] == 3:
-        # two products, each rounded to the dtype
-        square = "__fmul_rn({0}, {0})".format
-        return lambda a: f"__fmul_rn({rounded(square(a[0]), e.dtype)}, {a[0]})"
-    if packet is aten.pow and e.args[1] == 2 and not exact:
-        return lambda a: f"({a[0]} * {a[0]})"
-    if packet is aten.pow and types == [torch.float32, None] and e.args[1] not in (1, 2):
-        if e.args[1] == -2:
-            return lambda a: f"__fdiv_rn(1.f, __fmul_rn({a[0]}, {a[0]}))"
-        return lambda a: f"powf({a[0]}, {a[1]})"
+    if packet is aten.pow:
+        return _power(e, types, exact)
     make = None
     if exact and types[0] in HALVES:
         make = STEPS_OF_16_BITS.get(packet)
@@ -355,6 +333,29 @@ def step_maker(e: Step, types: list[torch.dtype | None], exact: bool) -> Callabl
     if e.dtype == torch.bool:
         return lambda a: f"({make(*a)} != 0.f ? 1.f : 0.f)"
     return lambda a: make(*a)
+
+
+def _power(e: Step, types: list[torch.dtype | None], exact: bool) -> Callable[[list[str]], str]:
+    """A power whose exponent is a number, by what PyTorch calls for that number on a GPU."""
+    exponent = e.args[1]
+    if types[0] is None or types[1] is not None:
+        raise Unsupported(f"{e.op} with an exponent that is no number")
+    if exponent in POWERS:
+        function = Step(POWERS[exponent].default, e.args[:1], e.kwargs, e.dtype)
+        make = step_maker(function, types[:1], exact)
+        return lambda a: make(a[:1])
+    square = ("__fmul_rn({0}, {0})" if exact else "({0} * {0})").format
+    if exponent == 1:
+        return lambda a: a[0]
+    if exponent == 2:
+        return lambda a: square(a[0])
+    if exponent == 3:  # two products, each rounded to the dtype
+        return lambda a: f"__fmul_rn({rounded(square(a[0]), e.dtype)}, {a[0]})"
+    if types[0] != torch.float32:
+        raise Unsupported(f"a power of {exponent}")
+    if exponent == -2:
+        return lambda a: f"__fdiv_rn(1.f, {square(a[0])})"
+    return lambda a: f"powf({a[0]}, {a[1]})"
 
 
 def _of_doubles(
