@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,8 @@ class _Plan:
                 if module not in inside:  # the programs of a block have all of its parts
                     self._note(name, module, None, why)
                 continue
-            by_programs = patch is BLOCK or self._leaves_parts(name, module, patch)
+            programs_for = self._programs_for(name, module, patch)
+            by_programs = patch is BLOCK or programs_for is _all_calls
             if by_programs:
                 parts = [m for m in module.modules() if m is not module]
                 inside.update(parts)
@@ -172,10 +173,6 @@ class _Plan:
             for child in patch.covers:
                 if (inner := getattr(module, child, None)) is not None:
                     covered[inner] = type(module).__name__
-            # programs run a whole block, so none where the user wants a part of it left alone
-            programs_for = None if self._skips_inside(name, module) else patch.programs_for
-            if by_programs and patch is not BLOCK:
-                programs_for = _all_calls
             key = id(patch), type(module), programs_for
             if key not in made:
                 made[key] = module_forward(
@@ -187,11 +184,15 @@ class _Plan:
             does = BLOCK.does if by_programs else patch.does
             self._note(name, module, f"in {covered[module]}" if module in covered else does)
 
-    def _leaves_parts(self, name: str, module: nn.Module, patch: Patch) -> bool:
-        """Whether a block runs as programs although there is a recipe for a part of it."""
-        if module not in self.blocks or not patch.leaves_parts(module):
-            return False
-        return not self._skips_inside(name, module)
+    def _programs_for(
+        self, name: str, module: nn.Module, patch: Patch
+    ) -> Callable[[Any, Any], bool] | None:
+        """Which calls of a module that has a recipe run as programs. Programs run a whole block, so
+        none where the user wants a part of it left alone."""
+        if self._skips_inside(name, module):
+            return None
+        leaves_parts = module in self.blocks and patch.leaves_parts(module)
+        return _all_calls if leaves_parts else patch.programs_for
 
     def _match(self, module: nn.Module) -> tuple[bool, Patch | None, str | None]:
         """Whether the report lists a module, its patch, and why it has none."""
