@@ -359,7 +359,8 @@ def transformers(layers):
 LANGUAGE = {
     **{"Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Gemma2": {"sliding_window": 4}},
     **{"Glm4": {}, "Granite": {}, "Mixtral": {"num_local_experts": 4}, "Olmo2": {}, "Phi3": {}},
-    "Gemma4": {"sliding_window": 4},
+    # by default each layer has an embedding of its own, of a quarter of a million words
+    "Gemma4": {"sliding_window": 4, "hidden_size_per_layer_input": 0},
 }
 
 

@@ -13,11 +13,16 @@ from torch import nn
 import kernelwright as kw
 from inject.harness import same
 from inject.language import model_of
+from inject.small_models import LANGUAGE
 from inject.test_cached_blocks import STATIC, generated
 
 pytest.importorskip("transformers")
 TYPES = ["sliding_attention", "full_attention"] * 2
-SMALL = {"num_hidden_layers": 4, "layer_types": TYPES, "sliding_window": 4}
+SMALL = {
+    **LANGUAGE["Gemma4"],
+    "num_hidden_layers": 4,
+    "layer_types": TYPES,
+}
 # Gemma 4 has keys and values in each layer, or fewer and inputs of each layer, or experts
 KINDS = {
     "none share": SMALL,
